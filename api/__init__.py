@@ -1,0 +1,1 @@
+"""HTTP, persistence, storage, command line. Never torch."""

@@ -1,0 +1,1 @@
+"""The numerics: no web, no database, no queue."""

@@ -1,0 +1,80 @@
+"""The number formats, as data: `data/formats.json`, checked against ml_dtypes.
+
+OCP 8-bit Floating Point Specification 1.0 for E4M3 and E5M2; OCP Microscaling
+Formats 1.0 for the 6- and 4-bit ones; IEEE 754 for fp16 and fp32.
+"""
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A binary floating-point format with subnormals."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int  # stored bits, without the implicit leading 1
+    bias: int
+    max: float  # largest finite value; overflow saturates to it
+    has_inf: bool
+    has_negative_zero: bool
+
+    @property
+    def bits(self) -> int:
+        """Storage width, sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number."""
+        return 1 - self.bias
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest number with a full significand."""
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest number above zero."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1.0 to the next number."""
+        return 2.0**-self.mantissa_bits
+
+    @property
+    def scaled(self) -> bool:
+        """Whether tensors in this format carry a scale: its range is too small."""
+        return self.bits <= 8
+
+
+def _read() -> dict[str, Format]:
+    text = files("optimizer").joinpath("data/formats.json").read_text("utf-8")
+    rows: dict[str, dict[str, Any]] = json.loads(text)["formats"]
+    floats = {k: r for k, r in rows.items() if r["mantissa_bits"]}  # no int, no e8m0
+    return {
+        name: Format(
+            name=name,
+            exponent_bits=row["exponent_bits"],
+            mantissa_bits=row["mantissa_bits"],
+            bias=row["bias"],
+            max=row["max_finite"],
+            has_inf=row["has_inf"],
+            has_negative_zero=row["has_negative_zero"],
+        )
+        for name, row in floats.items()
+    }
+
+
+FORMATS = MappingProxyType(_read())
+FP32 = FORMATS["fp32"]
+BF16 = FORMATS["bf16"]
+FP16 = FORMATS["fp16"]
+E4M3 = FORMATS["fp8_e4m3"]
+E5M2 = FORMATS["fp8_e5m2"]

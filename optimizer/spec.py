@@ -1,0 +1,91 @@
+"""What a customer asked for. Pure data: api builds it, the job row stores it."""
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from optimizer.errors import SpecError
+from optimizer.formats import FORMATS
+
+SWEPT_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "fp32")
+ENGINES = ("any", "vllm", "transformer_engine", "torchao")
+TASKS = ("chat", "completion", "summarization", "code")
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySla:
+    """Seconds, each optional. `per_token_s` is per output token of one sequence."""
+
+    per_token_s: float | None = None
+    first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("per_token_s", "first_token_s"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise SpecError(f"latency_sla.{name} must be a finite number > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """How the model will be served; one step of `batch_size` sequences."""
+
+    batch_size: int = 1
+    prompt_tokens: int = 512
+    output_tokens: int = 128
+
+
+# Prompt and output lengths that are usual for a task, where the caller says nothing.
+WORKLOADS = {
+    "chat": Workload(1, 512, 128),
+    "completion": Workload(1, 256, 256),
+    "summarization": Workload(1, 2048, 128),
+    "code": Workload(1, 1024, 256),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizeSpec:
+    """One optimization request, already validated and resolved."""
+
+    model: str  # the name callers use
+    model_path: str  # the folder, as the workers see it
+    model_sha256: str
+    hardware: str  # a device id of the catalogue, or "local"
+    latency_sla: LatencySla = field(default_factory=LatencySla)
+    workload: Workload = field(default_factory=Workload)
+    task: str = "chat"
+    data_distribution: str = "web_text"  # a built-in name, or an uploaded dataset's
+    dataset_path: str | None = None  # None: built in
+    formats: tuple[str, ...] = SWEPT_FORMATS
+    engine: str = "any"
+    calibration_tokens: int = 2048
+    validation_tokens: int = 2048
+    sequence_tokens: int = 256
+    max_memory_bytes: int | None = None  # None: the device's memory
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.formats) - FORMATS.keys())
+        if unknown:
+            raise SpecError(f"unknown formats: {', '.join(unknown)}")
+        if self.engine not in ENGINES:
+            raise SpecError(f"unknown engine {self.engine!r}: {', '.join(ENGINES)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON, lists for tuples."""
+        return {**asdict(self), "formats": list(self.formats)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "OptimizeSpec":
+        """Inverse of `to_json`; keys that a later version added are ignored."""
+        known = {f.name for f in fields(cls)}
+        kept = {k: v for k, v in data.items() if k in known}
+        return cls(
+            **{
+                **kept,
+                "formats": tuple(data["formats"]),
+                "latency_sla": LatencySla(**data["latency_sla"]),
+                "workload": Workload(**data["workload"]),
+            }
+        )
