@@ -1,0 +1,154 @@
+"""What the API answers when it does not answer 2xx. No web framework in here.
+
+* APIError                500  internal_error
+  * MalformedJson         400  malformed_json
+  * BadCursor             400  bad_cursor
+  * Unauthenticated       401  unauthenticated
+  * NotFound              404  not_found
+  * NotAcceptable         406  not_acceptable
+  * NotFinal              409  not_final
+  * NameTaken             409  name_taken
+  * BodyTooLarge          413  body_too_large
+  * UnsupportedMediaType  415  unsupported_media_type
+  * Invalid               422  validation_error, or what the field is about
+  * Unavailable           503  overloaded
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class APIError(Exception):
+    """Base class: carries its own status, a stable code and extra headers."""
+
+    status = 500
+    code = "internal_error"
+    title = "Internal error"
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        errors: Sequence[dict[str, Any]] = (),
+        headers: dict[str, str] | None = None,
+        **extensions: Any,
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.errors = list(errors)
+        self.headers = headers or {}
+        self.extensions = extensions
+
+
+class MalformedJson(APIError):
+    """The body is not JSON, or not JSON that two readers would read alike."""
+
+    status = 400
+    code = "malformed_json"
+    title = "The body is not JSON"
+
+
+class BadCursor(APIError):
+    """The cursor is not one of ours."""
+
+    status = 400
+    code = "bad_cursor"
+    title = "The cursor is not valid"
+
+
+class Unauthenticated(APIError):
+    """No key, or no valid one; which of the two is not said."""
+
+    status = 401
+    code = "unauthenticated"
+    title = "A valid API key is needed"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "send a valid API key as 'Authorization: Bearer po_live_…'; "
+            "'precision keys create' makes one",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+class NotFound(APIError):
+    """No such thing, or not yours."""
+
+    status = 404
+    code = "not_found"
+    title = "There is no such thing"
+
+
+class NotAcceptable(APIError):
+    """None of the media types that the caller accepts exists."""
+
+    status = 406
+    code = "not_acceptable"
+    title = "No acceptable representation"
+
+
+class NotFinal(APIError):
+    """The answer does not exist yet, or never will."""
+
+    status = 409
+    code = "not_final"
+    title = "The job has no result"
+
+
+class NameTaken(APIError):
+    """The name belongs to something built in."""
+
+    status = 409
+    code = "name_taken"
+    title = "The name is taken"
+
+
+class BodyTooLarge(APIError):
+    """The body has more bytes than a setting allows."""
+
+    status = 413
+    code = "body_too_large"
+    title = "The body is too large"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"the body is larger than {limit_bytes} bytes",
+            limit_bytes=limit_bytes,
+            headers={"Connection": "close"},  # the rest of the body is not read
+        )
+
+
+class UnsupportedMediaType(APIError):
+    """The body is of a type that this endpoint does not read."""
+
+    status = 415
+    code = "unsupported_media_type"
+    title = "Unsupported media type"
+
+
+class Invalid(APIError):
+    """One field is wrong; `pointer` says which."""
+
+    status = 422
+    title = "The request is not valid"
+
+    def __init__(
+        self,
+        pointer: str,
+        detail: str,
+        code: str = "validation_error",
+        known: Sequence[str] | None = None,
+    ) -> None:
+        field: dict[str, Any] = {"pointer": pointer, "code": code, "detail": detail}
+        if known is not None:
+            field["known"] = list(known)
+        super().__init__(detail, errors=[field])
+        self.code = code
+
+
+class Unavailable(APIError):
+    """The database does not answer; the same request may work in a moment."""
+
+    status = 503
+    code = "overloaded"
+    title = "Temporarily unavailable"

@@ -1,0 +1,383 @@
+"""The life of a job. Every query on `jobs` is in this file.
+
+    queued → running → finalizing → succeeded | failed | cancelled | expired
+                 └────────┴→ cancelling → cancelled
+
+The row is the truth. The broker's message is a doorbell: it may be lost, late or
+doubled, and nothing breaks. Each transition is one UPDATE that names the state it
+comes from, and writes its events in the same transaction. Each write of a worker
+carries its attempt (the fence): a worker given up for dead changes nothing.
+
+Callers commit (`db.transaction`), and time is the database's.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, case, func, select, update
+from sqlalchemy.orm import Session
+
+from api import ids
+from api.errors import NotFound
+from api.models import HELD, Artifact, Job, JobEvent, Status
+from api.settings import settings
+from api.storage import Stored
+from api.transitions import (
+    Claim,
+    Event,
+    closing,
+    holds,
+    lease,
+    move,
+    now,
+    same,
+    touch,
+    waiting,
+)
+from optimizer.spec import OptimizeSpec
+
+PROGRESS_EVERY_S = 1.0  # progress events are coalesced to this; the row never is
+BELOW_FINAL = 99.9  # 100 percent is for final states
+SWEEP_LIMIT = 200  # rows per pass and kind; the rest waits for the next pass
+
+WORKER_LOST = {
+    "code": "worker_lost",
+    "category": "platform",
+    "retryable": True,
+    "message": "every worker that took this job stopped answering, or ran out of "
+    "memory; send the request again, or try a smaller model",
+}
+
+
+class Signal(StrEnum):
+    """What a worker learns when it writes."""
+
+    OK = "ok"
+    CANCEL = "cancel"  # the owner wants the job to stop
+    LOST = "lost"  # the claim is void: stop, and write nothing
+
+
+# -- for the owner -------------------------------------------------------------
+
+
+def submit(
+    session: Session,
+    tenant_id: str,
+    spec: OptimizeSpec,
+    body: dict[str, Any] | None = None,
+) -> Job:
+    """Add a queued job. `body` is the request as the caller wrote it."""
+    at = now(session)
+    job = Job(
+        id=ids.new("job"),
+        tenant_id=tenant_id,
+        body=body or {},
+        spec=spec.to_json(),
+        last_seq=0,
+        created_at=at,
+        queued_at=at,
+        rung_at=at,
+        expires_at=at + timedelta(seconds=settings().queue_limit_s),
+    )
+    session.add(job)
+    session.flush()
+    events: list[Event] = [("job.created", {}), ("job.queued", {})]
+    submitted = move(session, Job.id == job.id, at, events)
+    assert submitted is not None  # it was added above
+    return submitted
+
+
+def get(session: Session, tenant_id: str, job_id: str) -> Job:
+    """Return the tenant's job or raise `NotFound`, also for another tenant's."""
+    job = session.scalar(
+        select(Job).where(Job.id == job_id, Job.tenant_id == tenant_id)
+    )
+    if job is None:
+        raise NotFound(f"no job {job_id[:64]}")
+    return job
+
+
+def page(
+    session: Session,
+    tenant_id: str,
+    limit: int,
+    after: str | None = None,
+    status: Status | None = None,
+) -> tuple[list[Job], str | None]:
+    """Return the newest jobs first, and the cursor of the next page if there is one."""
+    query = select(Job).where(Job.tenant_id == tenant_id).order_by(Job.id.desc())
+    if after is not None:
+        query = query.where(Job.id < ids.read_cursor(after))
+    if status is not None:
+        query = query.where(Job.status == status)
+    found = list(session.scalars(query.limit(limit + 1)))
+    more = len(found) > limit
+    return found[:limit], ids.cursor(found[limit - 1].id) if more else None
+
+
+def cancel(session: Session, tenant_id: str, job_id: str) -> Job:
+    """Ask a job to stop. A final one, or one that is stopping, stays as it is."""
+    job = get(session, tenant_id, job_id)
+    at = now(session)
+    queued = and_(Job.id == job.id, Job.status == Status.QUEUED)
+    asked = {"cancel_requested_at": at}
+    ended = {**asked, "status": Status.CANCELLED, "finished_at": at}
+    if moved := move(session, queued, at, [("job.cancelled", {})], **ended):
+        return moved
+    busy = and_(Job.id == job.id, Job.status.in_((Status.RUNNING, Status.FINALIZING)))
+    event: Event = ("job.cancelling", {})
+    if moved := move(session, busy, at, [event], status=Status.CANCELLING, **asked):
+        return moved
+    session.refresh(job)
+    return job
+
+
+def events(
+    session: Session, tenant_id: str, job_id: str, after: int, limit: int
+) -> list[JobEvent]:
+    """Return events with `seq` > `after`, oldest first. Raises NotFound."""
+    query = (
+        select(JobEvent)
+        .where(JobEvent.job_id == job_id, JobEvent.tenant_id == tenant_id)
+        .where(JobEvent.seq > after)
+        .order_by(JobEvent.seq)
+        .limit(limit)
+    )
+    get(session, tenant_id, job_id)
+    return list(session.scalars(query))
+
+
+def artifacts(session: Session, tenant_id: str, job_id: str) -> list[Artifact]:
+    """Return what the job published, by name. Raises NotFound."""
+    get(session, tenant_id, job_id)
+    query = select(Artifact).where(
+        Artifact.job_id == job_id, Artifact.tenant_id == tenant_id
+    )
+    return list(session.scalars(query.order_by(Artifact.name)))
+
+
+# -- for the worker ------------------------------------------------------------
+
+
+def claim(session: Session, job_id: str, worker: str) -> Claim | None:
+    """Take a queued job. None: someone has, or it ended. The bell rang twice."""
+    at = now(session)
+    job = move(
+        session,
+        and_(Job.id == job_id, Job.status == Status.QUEUED, Job.expires_at > at),
+        at,
+        [("job.started", {})],
+        status=Status.RUNNING,
+        attempt=Job.attempt + 1,
+        worker=worker,
+        lease_expires_at=lease(at),
+        started_at=func.coalesce(Job.started_at, at),
+        eta_s=None,
+    )
+    if job is None:
+        return None
+    spec = OptimizeSpec.from_json(job.spec)
+    return Claim(job.id, job.tenant_id, job.attempt, spec)
+
+
+def beat(session: Session, claim: Claim) -> Signal:
+    """Say that the worker lives, and hear whether it should go on."""
+    return _signal(touch(session, claim, lease_expires_at=lease(now(session))))
+
+
+def progress(
+    session: Session,
+    claim: Claim,
+    phase: str,
+    percent: float,
+    eta_s: float | None = None,
+) -> Signal:
+    """Say how far the job got; this is a beat too.
+
+    `percent` (0..100) never goes back, also over attempts, and stays below 100.
+    Without `eta_s` the rest is taken to go as fast as what is done.
+    """
+    at = now(session)
+    percent = min(max(percent, 0.0), BELOW_FINAL)
+    further = case((Job.percent < percent, percent), else_=Job.percent)
+    job = touch(
+        session, claim, percent=further, eta_s=eta_s, lease_expires_at=lease(at)
+    )
+    if job is None or job.status is Status.CANCELLING:
+        return _signal(job)
+    if eta_s is None:
+        job.eta_s = _eta_s(job, at)
+        session.flush()
+    _tell_progress(session, claim, job, phase, at)
+    return Signal.OK
+
+
+def finalize(session: Session, claim: Claim) -> bool:
+    """Enter the last stretch: artifacts are being stored. False: the claim is void."""
+    at = now(session)
+    running = holds(claim, Status.RUNNING)
+    event: Event = ("job.finalizing", {})
+    changes = {"finalizing_at": at, "lease_expires_at": lease(at)}
+    status = Status.FINALIZING
+    return move(session, running, at, [event], status=status, **changes) is not None
+
+
+def succeed(
+    session: Session,
+    claim: Claim,
+    outcome: str,
+    summary: dict[str, Any],
+    artifacts: Sequence[Stored] = (),
+) -> bool:
+    """Close a job and publish its artifacts, at once. False: the claim is void."""
+    at = now(session)
+    held = holds(claim, Status.RUNNING, Status.FINALIZING)
+    event: Event = ("job.succeeded", {"outcome": outcome})
+    changes = closing(Status.SUCCEEDED, at) | {"percent": 100.0}
+    if not move(
+        session, held, at, [event], outcome=outcome, summary=summary, **changes
+    ):
+        return False
+    session.add_all(_published(claim, stored, at) for stored in artifacts)
+    session.flush()
+    return True
+
+
+def fail(session: Session, claim: Claim, error: dict[str, Any]) -> bool:
+    """Close a job that cannot be done. False: the claim is void, or a cancel came.
+
+    `error` has `code`, `category` (user, model, hardware, platform), `retryable`,
+    `message`, and `phase` where it is known.
+    """
+    at = now(session)
+    held = holds(claim, Status.RUNNING, Status.FINALIZING)
+    event: Event = ("job.failed", {"error": error})
+    changes = closing(Status.FAILED, at)
+    return move(session, held, at, [event], error=error, **changes) is not None
+
+
+def cancelled(session: Session, claim: Claim) -> bool:
+    """Close a job that stopped as its owner asked. False: the claim is void."""
+    at = now(session)
+    stopping = holds(claim, Status.CANCELLING)
+    event: Event = ("job.cancelled", {})
+    changes = closing(Status.CANCELLED, at)
+    return move(session, stopping, at, [event], **changes) is not None
+
+
+def release(session: Session, claim: Claim) -> bool:
+    """Give a job back unfinished: the worker is told to stop. No attempt is lost."""
+    at = now(session)
+    held = holds(claim, Status.RUNNING, Status.FINALIZING)
+    event: Event = ("job.queued", {"reason": "worker_stopped"})
+    return move(session, held, at, [event], **waiting(at)) is not None
+
+
+# -- for the sweep -------------------------------------------------------------
+
+
+def sweep(session: Session) -> list[str]:
+    """Bury the dead and return the jobs whose bell should ring.
+
+    Many sweeps may run at once: each row is moved, and rung for, by one of them.
+    """
+    at = now(session)
+    overdue = and_(Job.status.in_(HELD), Job.lease_expires_at < at)
+    for job in _some(session, overdue):
+        _give_up(session, job, at)
+    limit = at - timedelta(seconds=settings().cancel_limit_s)
+    stuck = and_(Job.status == Status.CANCELLING, Job.cancel_requested_at < limit)
+    for job in _some(session, stuck):
+        _end(session, job, Status.CANCELLED, at)
+    stale = and_(Job.status == Status.QUEUED, Job.expires_at <= at)
+    for job in _some(session, stale):
+        _end(session, job, Status.EXPIRED, at)
+    return _unheard(session, at)
+
+
+def counts(session: Session) -> dict[str, int]:
+    """Return how many jobs are in each state, of all tenants."""
+    rows = session.execute(select(Job.status, func.count()).group_by(Job.status))
+    found = {status.value: count for status, count in rows}
+    return {status.value: found.get(status.value, 0) for status in Status}
+
+
+def _some(session: Session, condition: ColumnElement[bool]) -> list[Job]:
+    return list(session.scalars(select(Job).where(condition).limit(SWEEP_LIMIT)))
+
+
+def _give_up(session: Session, job: Job, at: datetime) -> None:
+    if job.status is Status.CANCELLING:
+        _end(session, job, Status.CANCELLED, at)
+        return
+    still = and_(same(job), Job.lease_expires_at < at)
+    lost: Event = ("job.attempt_lost", {})
+    changes: dict[str, Any] = {"attempts_lost": job.attempts_lost + 1}
+    if job.attempts_lost + 1 >= settings().max_attempts:
+        failed: Event = ("job.failed", {"error": WORKER_LOST})
+        changes |= closing(Status.FAILED, at) | {"error": WORKER_LOST}
+        move(session, still, at, [lost, failed], **changes)
+    else:
+        # rung_at lies far back, so that this very sweep rings
+        changes |= waiting(at) | {"rung_at": datetime.fromtimestamp(0, UTC)}
+        move(session, still, at, [lost, ("job.queued", {})], **changes)
+
+
+def _end(session: Session, job: Job, status: Status, at: datetime) -> None:
+    event: Event = (f"job.{status.value}", {})
+    move(session, same(job), at, [event], **closing(status, at))
+
+
+def _unheard(session: Session, at: datetime) -> list[str]:
+    horizon = at - timedelta(seconds=settings().ring_s)
+    silent = and_(Job.status == Status.QUEUED, Job.rung_at < horizon)
+    oldest = select(Job.id).where(silent).order_by(Job.queued_at).limit(SWEEP_LIMIT)
+    ring = (
+        update(Job)
+        .where(Job.id.in_(oldest.scalar_subquery()), silent)
+        .values(rung_at=at)
+        .returning(Job.id)
+        .execution_options(synchronize_session=False)
+    )
+    return sorted(session.scalars(ring))
+
+
+def _signal(job: Job | None) -> Signal:
+    if job is None:
+        return Signal.LOST
+    return Signal.CANCEL if job.status is Status.CANCELLING else Signal.OK
+
+
+def _eta_s(job: Job, at: datetime) -> float | None:
+    if job.started_at is None or job.percent < 1:  # too little to go by
+        return None
+    return (at - job.started_at).total_seconds() * (100 / job.percent - 1)
+
+
+def _tell_progress(
+    session: Session, claim: Claim, job: Job, phase: str, at: datetime
+) -> None:
+    """Write an event where the phase changed or the last one is a second old."""
+    entered = phase != job.phase
+    soon = at - timedelta(seconds=PROGRESS_EVERY_S)
+    if not entered and job.progressed_at is not None and job.progressed_at > soon:
+        return
+    kind = "job.phase_changed" if entered else "job.progress"
+    details = {"phase": phase, "percent": job.percent, "eta_seconds": job.eta_s}
+    held = holds(claim, Status.RUNNING, Status.FINALIZING)
+    move(session, held, at, [(kind, details)], phase=phase, progressed_at=at)
+
+
+def _published(claim: Claim, stored: Stored, at: datetime) -> Artifact:
+    return Artifact(
+        job_id=claim.job_id,
+        name=stored.name,
+        tenant_id=claim.tenant_id,
+        attempt=claim.attempt,
+        sha256=stored.sha256,
+        bytes=stored.bytes,
+        media_type=stored.media_type,
+        created_at=at,
+    )

