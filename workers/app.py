@@ -1,0 +1,115 @@
+"""The Celery application: `celery -A workers.app worker`, one per accelerator.
+
+The parent process only listens and sweeps; each job runs in a child of its own. The
+parent never loads torch: a fork or a second job must not find an accelerator in use.
+"""
+
+import logging
+import os
+import threading
+from typing import Any
+
+import celery
+import kombu
+from celery import Celery
+from celery.signals import worker_init, worker_process_init, worker_ready
+from celery.worker import state
+
+from api import jobs, queue
+from api.db import transaction
+from api.settings import settings
+from api.supervise import die_with
+from workers.beat import listen_for_stop
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (5, 7)  # earlier ones stop consuming after a Redis reconnect
+PARENT = "PRECISION_WORKER_PID"
+
+
+def require(name: str, version: str) -> None:
+    """Raise RuntimeError where `version` is older than what we can rely on."""
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < OLDEST:
+        raise RuntimeError(f"{name} {version} loses messages; install {name}>=5.7")
+
+
+def create_app() -> Celery:
+    """Return the application; the database decides on retries, not the broker."""
+    for package in (celery, kombu):
+        require(package.__name__, package.__version__)
+    app = Celery("precision", broker=settings().broker_url, include=["workers.tasks"])
+    longest_s = int(settings().run_limit_s)
+    app.conf.update(
+        task_serializer="json",
+        accept_content=["json"],
+        task_ignore_result=True,  # the row is the result
+        # One bell is one try: a job that kills its worker must not be delivered again.
+        task_acks_late=True,
+        task_acks_on_timeout=True,
+        task_reject_on_worker_lost=False,
+        task_soft_time_limit=longest_s,
+        task_time_limit=longest_s + 120,
+        # A fresh process for every job, and no job behind another that is long.
+        worker_pool_start_method="spawn",
+        worker_concurrency=1,
+        worker_max_tasks_per_child=1,
+        worker_prefetch_multiplier=1,
+        worker_disable_prefetch=True,
+        broker_connection_retry_on_startup=True,
+        broker_transport_options={
+            # Must exceed the longest job, or Redis hands it out a second time.
+            "visibility_timeout": longest_s + 3600,
+            "health_check_interval": 25,
+            "socket_timeout": 30,
+            "socket_keepalive": True,
+        },
+    )
+    return app
+
+
+app = create_app()
+
+
+@worker_init.connect
+def remember_parent(**_: Any) -> None:
+    """Tell the children, who inherit the environment, whose children they are."""
+    os.environ[PARENT] = str(os.getpid())
+
+
+@worker_process_init.connect
+def prepare_child(**_: Any) -> None:
+    """Die with the parent; never look for a model on the network."""
+    if parent := os.environ.get(PARENT):
+        die_with(int(parent))
+    listen_for_stop()
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+
+
+@worker_ready.connect
+def start_sweeper(**_: Any) -> None:
+    """Sweep at once, for what was queued before we started, and from then on."""
+    threading.Thread(target=_sweep_forever, name="sweeper", daemon=True).start()
+
+
+def sweep() -> list[str]:
+    """Queue what stopped beating again, and ring for everything that waits.
+
+    A busy worker leaves the bell to those who are free: what it rings for, nobody
+    hears, and the bells would pile up.
+    """
+    with transaction() as session:
+        waiting = jobs.sweep(session)
+    for job_id in () if state.active_requests else waiting:
+        queue.ring(job_id)
+    return waiting
+
+
+def _sweep_forever() -> None:
+    pause = threading.Event()
+    while True:
+        try:
+            sweep()
+        except Exception:  # a database that is away comes back; so must the sweep
+            logger.exception("the sweep failed; it will be tried again")
+        pause.wait(settings().sweep_s)

@@ -1,0 +1,162 @@
+"""A job's sign of life, and its ear: heartbeats, progress, cancels, a lost claim.
+
+One thread per job writes to the row, so that the job itself never waits for the
+database, and a long kernel never silences it.
+"""
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from api import jobs
+from api.db import transaction
+from api.jobs import Signal
+from api.settings import settings
+from api.transitions import Claim
+from optimizer.errors import Cancelled
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5  # progress reaches the row at most this often
+
+
+class Progress(NamedTuple):
+    """How far one phase got."""
+
+    phase: str
+    percent: float  # of the whole job
+    eta_s: float | None
+
+
+class Beat:
+    """Beats for a claim as long as the `with` block runs."""
+
+    def __init__(
+        self, claim: Claim, *, leave: Callable[[int], object] = os._exit
+    ) -> None:
+        self._claim = claim
+        self._leave = leave
+        self._told: dict[str, Progress] = {}  # the last word of each phase
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._signal = Signal.OK
+        self._stop_at: float | None = None  # when patience with the job ends
+        self._heard_at = time.monotonic()  # when the database last answered
+        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if isinstance(error, SystemExit):  # how the pool tells the main thread to stop
+            self._give_back()
+
+    def tell(self, progress: Progress) -> None:
+        """Remember how far the job is. Raises Cancelled where it should stop."""
+        self.check()
+        with self._lock:
+            self._told[progress.phase] = progress
+
+    def check(self) -> None:
+        """Raise Cancelled if the owner wants a stop or the claim is void."""
+        if self._signal is not Signal.OK:
+            raise Cancelled(f"the job was {self._signal}")
+
+    def _run(self) -> None:
+        beaten_at = time.monotonic()
+        while not self._ended.is_set():
+            if _stop.wait(TICK_S):
+                return self._give_back()
+            told, now = self._take(), time.monotonic()
+            if told or now - beaten_at >= settings().beat_s:
+                self._write(told)
+                beaten_at = now
+            self._lose_patience(now)
+        return None
+
+    def _take(self) -> list[Progress]:
+        with self._lock:
+            told, self._told = self._told, {}
+        return list(told.values())
+
+    def _write(self, told: list[Progress]) -> None:
+        try:
+            with transaction() as session:
+                heard = _say(session, self._claim, told)
+            self._heard_at = time.monotonic()
+        except SQLAlchemyError:
+            # The lease outlives a short outage; after it, another may have the job.
+            logger.warning("job %s: the beat failed", self._claim.job_id, exc_info=True)
+            silent_s = time.monotonic() - self._heard_at
+            heard = Signal.LOST if silent_s > settings().lease_s else Signal.OK
+        if heard is not Signal.OK and self._signal is Signal.OK:
+            self._signal = heard
+            self._stop_at = time.monotonic() + settings().cancel_limit_s
+
+    def _lose_patience(self, now: float) -> None:
+        """End the process if the job did not stop in time: a kernel that hangs."""
+        if self._stop_at is None or now < self._stop_at:
+            return
+        logger.error("job %s did not stop; leaving", self._claim.job_id)
+        with transaction() as session:
+            jobs.cancelled(session, self._claim)
+        self._leave(1)
+
+    def _give_back(self) -> None:
+        """Let another worker have the job: this one was told to stop."""
+        try:
+            with transaction() as session:
+                if not jobs.release(session, self._claim):
+                    jobs.cancelled(session, self._claim)
+        finally:
+            self._leave(0)
+
+
+def _say(session: Session, claim: Claim, told: list[Progress]) -> Signal:
+    if not told:
+        return jobs.beat(session, claim)
+    for phase, percent, eta_s in told:
+        heard = jobs.progress(session, claim, phase, percent, eta_s)
+    return heard
+
+
+class _Stop:
+    """Whether SIGTERM came. The kernel writes to a pipe even while torch computes."""
+
+    def __init__(self) -> None:
+        self._reader: int | None = None  # None: nobody listens
+
+    def listen(self) -> None:
+        """Hear of signals from now on, whoever handles them. Main thread only."""
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep, or return True at once when SIGTERM comes."""
+        if self._reader is None:
+            time.sleep(seconds)
+            return False
+        ready, _, _ = select.select([self._reader], [], [], seconds)
+        return bool(ready) and signal.SIGTERM in os.read(self._reader, 4096)
+
+
+_stop = _Stop()
+listen_for_stop = _stop.listen
