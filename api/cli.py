@@ -1,0 +1,327 @@
+"""The command `precision`. Exit codes: 0 done, 1 error, 2 usage, 3 the SLA is not met.
+
+Commands talk to the service over HTTP. Its address and key are --url and --key, or
+PRECISION_URL and PRECISION_API_KEY, or what a service on this machine left in
+--data-dir; the commands of `operate.py` work on that folder itself.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from api import console, operate
+from api.client import Client, ClientError
+from api.operate import DataDir, OperateError
+
+SLA_NOT_MET = 3
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+app = typer.Typer(
+    name="precision",
+    help="Find the Pareto-optimal numeric precision for every layer of a model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+jobs = typer.Typer(no_args_is_help=True, help="Look at jobs, and cancel them.")
+models = typer.Typer(no_args_is_help=True, help="The models that the service knows.")
+app.add_typer(jobs, name="jobs")
+app.add_typer(models, name="models")
+app.add_typer(operate.keys, name="keys")
+app.command()(operate.serve)
+app.command()(operate.demo)
+
+Url = Annotated[
+    str | None,
+    typer.Option(envvar="PRECISION_URL", help="Address of the service."),
+]
+Key = Annotated[
+    str | None,
+    typer.Option(envvar="PRECISION_API_KEY", help="API key.", show_envvar=True),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, job_….")]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The request of `precision optimize`, as its options give it."""
+
+    model: str
+    hardware: str
+    per_token_s: float | None
+    first_token_s: float | None
+    task: str | None
+    distribution: str | None
+    workload: dict[str, int]
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body; what was not said is left to the service."""
+        sla: Any = self.per_token_s
+        if self.first_token_s is not None:
+            both = {
+                "per_token_s": self.per_token_s,
+                "first_token_s": self.first_token_s,
+            }
+            sla = {name: value for name, value in both.items() if value is not None}
+        said = {
+            "model": self.model,
+            "hardware": self.hardware,
+            "latency_sla": sla,
+            "task": self.task,
+            "data_distribution": self.distribution,
+            "workload": self.workload or None,
+        }
+        return {name: value for name, value in said.items() if value is not None}
+
+
+def seconds(text: str) -> float:
+    """Read `20ms`, `0.02s`, `500us` or `0.02`: seconds. Raises BadParameter."""
+    units = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs|)\s*", text)
+    try:
+        value = float(match[1]) * units[match[2]] if match else -1.0
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{text!r} is not a time above 0 such as 20ms or 0.02")
+    return value
+
+
+def connect(url: str | None, key: str | None, data_dir: Path) -> Client:
+    """Return a client; the local service's key never goes to another address."""
+    if url is None:
+        url = operate.address(data_dir)
+        key = key or operate.first_key(data_dir)
+    return Client(url, key)
+
+
+@app.command()
+def optimize(
+    model: Annotated[str, typer.Argument(help="A name that `precision models` lists.")],
+    hardware: Annotated[str, typer.Option(help="A device id such as h100.")],
+    sla: Annotated[
+        str | None,
+        typer.Option(help="Time per output token: 20ms, or 0.02 seconds."),
+    ] = None,
+    first_token: Annotated[
+        str | None, typer.Option(help="Time to the first token: 300ms.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="chat, completion, …")] = None,
+    distribution: Annotated[
+        str | None,
+        typer.Option("--data", help="A built-in name, or a file of JSON lines."),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1)] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    wait: Annotated[bool, typer.Option(help="Wait for the result.")] = True,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Find the precision of every layer of MODEL; exit 3 if the SLA is not met."""
+    workload = {
+        "batch_size": batch_size,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+    }
+    with connect(url, key, data_dir) as client:
+        ask = Ask(
+            model=model,
+            hardware=hardware,
+            per_token_s=None if sla is None else seconds(sla),
+            first_token_s=None if first_token is None else seconds(first_token),
+            task=task,
+            distribution=_distribution(client, distribution),
+            workload={k: n for k, n in workload.items() if n is not None},
+        )
+        job = client.optimize(ask.body())
+        if wait:
+            job = _follow(client, job, as_json)
+            raise typer.Exit(_show_end(client, job, as_json))
+    _emit(job, as_json, lambda job: typer.echo(job["id"]))
+
+
+def _distribution(client: Client, name: str | None) -> str | None:
+    """Return the name to send; a file of JSON lines is uploaded first."""
+    if name is None or not name.endswith(".jsonl"):
+        return name
+    path = Path(name)
+    if not path.is_file():
+        raise OperateError(f"no file {name}")
+    return str(client.add_dataset(path.stem, path.read_bytes())["name"])
+
+
+def _follow(client: Client, job: dict[str, Any], as_json: bool) -> dict[str, Any]:
+    """Wait for the end; Ctrl-C leaves the job alone and says how to find it."""
+    try:
+        if as_json:
+            return client.wait(job["id"])
+        console.err.print(f"job {job['id']}")
+        with console.live_progress() as show:
+            return client.wait(job["id"], show)
+    except KeyboardInterrupt:
+        console.err.print(
+            f"the job goes on; stop it with: precision jobs cancel {job['id']}"
+        )
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _show_end(client: Client, job: dict[str, Any], as_json: bool) -> int:
+    """Print what came out and return the exit code."""
+    if as_json:
+        typer.echo(_dumps(job))
+    elif job["status"] == "succeeded":
+        console.stack(client.report(job["id"]))
+        console.out.print(f"report: precision report {job['id']} --html --out FILE")
+    else:
+        console.failure(job)
+    if job["status"] != "succeeded":
+        return 1
+    return SLA_NOT_MET if job["outcome"] == "sla_not_met" else 0
+
+
+@jobs.command("list")
+def list_jobs(
+    limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
+    status: Annotated[str | None, typer.Option(help="running, failed, …")] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """List jobs, the newest first."""
+    with connect(url, key, data_dir) as client:
+        found = client.jobs(limit=limit, status=status)
+    _emit(found, as_json, console.jobs)
+
+
+@jobs.command("get")
+def get_job(
+    job_id: JobId,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Show one job."""
+    with connect(url, key, data_dir) as client:
+        job = client.job(job_id)
+    _emit(job, as_json, console.job)
+
+
+@jobs.command("cancel")
+def cancel_job(
+    job_id: JobId,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Stop a job; it ends within seconds."""
+    with connect(url, key, data_dir) as client:
+        job = client.cancel(job_id)
+    _emit(job, as_json, lambda job: typer.echo(f"{job['id']} {job['status']}"))
+
+
+@jobs.command("events")
+def list_events(
+    job_id: JobId,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Show what happened to a job so far; with --json one event per line."""
+    with connect(url, key, data_dir) as client:
+        for event in client.events(job_id):
+            line = json.dumps(event) if as_json else console.event_line(event)
+            typer.echo(line)
+
+
+@app.command()
+def report(
+    job_id: JobId,
+    html: Annotated[
+        bool, typer.Option("--html", help="The page for people, not the JSON.")
+    ] = False,
+    to: Annotated[
+        Path | None, typer.Option("--out", help="File to write; else stdout.")
+    ] = None,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Get the report of a job that succeeded."""
+    with connect(url, key, data_dir) as client:
+        text = client.report_html(job_id) if html else _dumps(client.report(job_id))
+    if to is None:
+        typer.echo(text)
+    else:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(text)
+        console.err.print(f"wrote {to}", soft_wrap=True)
+
+
+@models.command("list")
+def list_models(
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """List the models that jobs may name."""
+    with connect(url, key, data_dir) as client:
+        found = client.models()
+    _emit(found, as_json, console.models)
+
+
+@models.command("add")
+def add_model(
+    name: Annotated[str, typer.Argument(help="The name that callers will use.")],
+    folder: Annotated[Path, typer.Argument(help="safetensors, config, tokenizer.")],
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Register the weights in FOLDER, which the service must see, under NAME."""
+    with connect(url, key, data_dir) as client:
+        model = client.add_model(name, str(folder.resolve()))
+    _emit(model, as_json, lambda model: typer.echo(f"added {model['name']}"))
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _emit(value: Any, as_json: bool, show: Callable[[Any], None]) -> None:
+    """Print `value` for machines, or let `show` print it for people."""
+    if as_json:
+        typer.echo(_dumps(value))
+    else:
+        show(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit. What can be expected to go wrong has no traceback."""
+    try:
+        app(None if arguments is None else list(arguments), prog_name="precision")
+    except ClientError as error:
+        console.problem(error.problem)
+    except (OperateError, OSError) as error:
+        console.problem({"detail": str(error)})
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

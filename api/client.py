@@ -1,0 +1,230 @@
+"""A small client of the HTTP API: one method per call, JSON in, JSON out.
+
+    with Client("http://127.0.0.1:8080", key) as client:
+        job = client.optimize({"model": "qwen2-7b", "hardware": "h100"})
+        job = client.wait(job["id"])
+
+Everything that goes wrong is a `ClientError` that carries the problem document.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+Json = dict[str, Any]
+
+FINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
+RETRIED = frozenset({429, 502, 503, 504})  # the request was not served
+TRIES = 5  # 0.2 + 0.4 + 0.8 + 1.6 = 3 s: longer than a supervised restart
+
+
+class ClientError(Exception):
+    """The service refused, or could not be reached.
+
+    `problem` is the RFC 9457 document; without an answer from the service it has
+    `code` "unreachable" and a `detail`.
+    """
+
+    def __init__(self, problem: Json) -> None:
+        super().__init__(problem.get("detail") or problem.get("title") or "error")
+        self.problem = problem
+
+    @property
+    def code(self) -> str:
+        """The stable name of what went wrong."""
+        return str(self.problem.get("code", "unknown"))
+
+    @property
+    def status(self) -> int | None:
+        """The HTTP status. None: the service did not answer."""
+        return self.problem.get("status")
+
+
+class Client:
+    """The API at `base_url`, as the holder of `key` sees it."""
+
+    def __init__(
+        self,
+        base_url: str,
+        key: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # A loopback service must not be asked for through a proxy of the environment.
+        self._http = httpx.Client(
+            base_url=base_url,
+            headers=headers,
+            timeout=timeout_s,
+            transport=transport,
+            trust_env=False,
+        )
+        self._sleep = sleep
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    # -- jobs ------------------------------------------------------------------
+
+    def optimize(self, body: Json) -> Json:
+        """Create a job. Never retried: a second POST would be a second job."""
+        return self._json("POST", "/v1/optimize", json=body)
+
+    def job(self, job_id: str) -> Json:
+        """Return the job."""
+        return self._json("GET", _path("/v1/jobs", job_id))
+
+    def jobs(self, *, limit: int = 20, status: str | None = None) -> list[Json]:
+        """Return the newest jobs first."""
+        params: Json = {"limit": limit, **({"status": status} if status else {})}
+        return _rows(self._json("GET", "/v1/jobs", params=params))
+
+    def cancel(self, job_id: str) -> Json:
+        """Ask the job to stop. Harmless where it has stopped."""
+        return self._json("POST", _path("/v1/jobs", job_id, "cancel"))
+
+    def events(self, job_id: str, after: int = 0) -> Iterator[Json]:
+        """Yield every event so far with `seq` > `after`, page by page."""
+        path = _path("/v1/jobs", job_id, "events")
+        while rows := _rows(self._json("GET", path, params={"after": after})):
+            yield from rows
+            after = rows[-1]["seq"]
+
+    def wait(
+        self,
+        job_id: str,
+        on_change: Callable[[Json], None] | None = None,
+        *,
+        poll_s: float = 1.0,
+        timeout_s: float | None = None,
+    ) -> Json:
+        """Return the job in its final state; show every poll to `on_change`.
+
+        Raises TimeoutError after `timeout_s` seconds; the job goes on.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            job = self.job(job_id)
+            if on_change:
+                on_change(job)
+            if job["status"] in FINAL:
+                return job
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"{job_id} is {job['status']} after {timeout_s} s")
+            self._sleep(poll_s)
+
+    def report(self, job_id: str) -> Json:
+        """Return the report document."""
+        return self._json(
+            "GET",
+            _path("/v1/jobs", job_id, "report"),
+            headers={"Accept": "application/json"},
+        )
+
+    def report_html(self, job_id: str) -> str:
+        """Return the report for people, one HTML page."""
+        path = _path("/v1/jobs", job_id, "report")
+        return self._send("GET", path, headers={"Accept": "text/html"}).text
+
+    # -- what there is ---------------------------------------------------------
+
+    def models(self) -> list[Json]:
+        """Return the registered models."""
+        return _rows(self._json("GET", "/v1/models"))
+
+    def add_model(self, name: str, path: str) -> Json:
+        """Register the folder `path`, as the service sees it, under `name`."""
+        return self._json("POST", "/v1/models", json={"name": name, "path": path})
+
+    def ready(self) -> bool:
+        """Whether the service answers `/readyz` with 200. Never raises."""
+        try:
+            return self._http.get("/readyz", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    # -- the wire --------------------------------------------------------------
+
+    def _json(self, method: str, path: str, **options: Any) -> Json:
+        response = self._send(method, path, **options)
+        try:
+            return dict(response.json())
+        except ValueError:
+            raise ClientError(_no_api(response)) from None
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        tries = TRIES if method == "GET" else 1
+        for attempt in range(1, tries + 1):
+            last = attempt == tries
+            try:
+                response = self._http.request(method, path, **options)
+            except httpx.TransportError as error:
+                if last:
+                    raise ClientError(self._unreachable(error)) from None
+                self._sleep(0.1 * 2**attempt)
+                continue
+            if response.status_code not in RETRIED or last:
+                break
+            self._sleep(_retry_after_s(response, 0.1 * 2**attempt))
+        if not response.is_success:
+            raise ClientError(_problem(response))
+        return response
+
+    def _unreachable(self, error: httpx.TransportError) -> Json:
+        detail = f"no answer from {self._http.base_url}: {error}; is `precision serve` running?"
+        return {"title": "The service cannot be reached", "code": "unreachable"} | {
+            "detail": detail
+        }
+
+
+def _path(*parts: str) -> str:
+    """Join; ids are quoted, so that no id can name another path."""
+    first, *rest = parts
+    return "/".join([first, *(quote(part, safe="") for part in rest)])
+
+
+def _rows(page: Json) -> list[Json]:
+    return list(page["data"])
+
+
+def _problem(response: httpx.Response) -> Json:
+    try:
+        problem = response.json()
+    except ValueError:
+        return _no_api(response)
+    if not isinstance(problem, dict):
+        return _no_api(response)
+    return {"status": response.status_code, **problem}
+
+
+def _no_api(response: httpx.Response) -> Json:
+    return {
+        "title": "Not an answer of this API",
+        "status": response.status_code,
+        "code": "not_the_api",
+        "detail": f"{response.url} answered {response.status_code} without JSON",
+    }
+
+
+def _retry_after_s(response: httpx.Response, default_s: float) -> float:
+    """Seconds to wait, at most 30; the header may also be a date, which we ignore."""
+    value = response.headers.get("Retry-After", "")
+    return min(float(value), 30.0) if value.isdigit() else default_s

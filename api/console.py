@@ -1,0 +1,219 @@
+"""What the command line shows: live progress, tables, errors. No requests in here.
+
+Results go to stdout, everything else to stderr, so that a pipe gets results only.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+
+Json = dict[str, Any]
+Show = Callable[[Json], None]
+
+PLAIN_EVERY_S = 5.0  # without a terminal: one line this often, and at each phase
+
+out = Console(highlight=False, soft_wrap=False)
+err = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def live_progress() -> Iterator[Show]:
+    """Give a function that shows a job: a bar on a terminal, plain lines elsewhere."""
+    if not err.is_terminal or err.is_dumb_terminal:
+        yield _plain_progress()
+        return
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[eta]:<9}"),
+    )
+    with Progress(*columns, console=err, expand=True) as bar:
+        task = bar.add_task("queued", total=100, eta="")
+
+        def show(job: Json) -> None:
+            percent = job["progress"]["percent"]
+            bar.update(task, description=_stage(job), completed=percent, eta=_eta(job))
+
+        yield show
+
+
+def _plain_progress() -> Show:
+    last: tuple[str, float] = ("", 0.0)
+
+    def show(job: Json) -> None:
+        nonlocal last
+        stage, now = _stage(job), time.monotonic()
+        if stage == last[0] and now - last[1] < PLAIN_EVERY_S:
+            return
+        last = (stage, now)
+        percent = job["progress"]["percent"]
+        err.print(f"{stage:<10} {percent:5.1f} %  {_eta(job)}".rstrip())
+
+    return show
+
+
+def _stage(job: Json) -> str:
+    running = job["status"] == "running"
+    return str((job.get("phase") or "running") if running else job["status"])
+
+
+def _eta(job: Json) -> str:
+    seconds = job["progress"].get("eta_seconds")
+    return "" if seconds is None else f"eta {duration(seconds)}"
+
+
+def duration(seconds: float) -> str:
+    """Return e.g. 0:07, 12:30 or 1:02:03."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def rows(title: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
+    """Print a table; numbers are aligned right, long words are folded."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    for i, name in enumerate(title):
+        numeric = bool(lines) and all(_is_number(line[i]) for line in lines)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for line in lines:
+        table.add_row(*("" if cell is None else str(cell) for cell in line))
+    out.print(table)
+
+
+def _is_number(cell: object) -> bool:
+    text = "" if cell is None else str(cell)
+    return not text or text[0].isdigit() or text[0] in "-+."
+
+
+def stack(document: Json) -> None:
+    """Print the verdict of a report and the chosen stack by component."""
+    out.print()
+    rows(
+        ("component", "choice", "sites", "KL nats", "µs/token", "MiB"),
+        [_component(part) for part in document["components"]],
+    )
+    out.print()
+    out.print(document["verdict"]["sentence"], markup=False)
+    if ways := document["verdict"].get("would_meet"):
+        out.print("What would meet it:")
+        for way in ways:
+            out.print(f"  - {way}", markup=False)
+
+
+def _component(part: Json) -> tuple[str, ...]:
+    others = {k: n for k, n in part["choices"].items() if k != part["choice"]}
+    mixed = "".join(f", {n} × {name}" for name, n in sorted(others.items()))
+    return (
+        part["component"],
+        part["choice"] + mixed,
+        str(part["sites"]),
+        f"{part['kl_nats']:.5f}",
+        f"{part['per_token_s'] * 1e6:.2f}",
+        f"{part['bytes'] / 2**20:.2f}",
+    )
+
+
+def failure(job: Json) -> None:
+    """Print why a job has no result."""
+    error = job.get("error") or {}
+    err.print(f"job {job['id']} {job['status']}", markup=False)
+    if error:
+        err.print(f"error: {error['message']}", markup=False, soft_wrap=True)
+        again = "worth another try" if error.get("retryable") else "no use in retrying"
+        where = f"code {error['code']}, in phase {error.get('phase')}; {again}"
+        err.print(where, markup=False, soft_wrap=True)
+
+
+def jobs(found: list[Json]) -> None:
+    """Print a list of jobs."""
+    title = ("job", "status", "%", "model", "hardware")
+    rows(title, [_job_line(job) for job in found])
+
+
+def _job_line(job: Json) -> tuple[object, ...]:
+    request = job["request"]
+    percent = f"{job['progress']['percent']:.0f}"
+    state = job.get("outcome") or job["status"]
+    return (
+        job["id"],
+        state,
+        percent,
+        _name(request["model"]),
+        _name(request["hardware"]),
+    )
+
+
+def models(found: list[Json]) -> None:
+    """Print a list of models."""
+    rows(
+        ("name", "architecture", "parameters", "MiB"),
+        [
+            (
+                model["name"],
+                model.get("architecture"),
+                model.get("parameters"),
+                f"{model.get('stored_bytes', 0) / 2**20:.1f}",
+            )
+            for model in found
+        ],
+    )
+
+
+def _name(value: Any) -> str:
+    """Return the short form of a field that may be a name or an object."""
+    return (
+        str(next(iter(value.values()), "")) if isinstance(value, dict) else str(value)
+    )
+
+
+def job(job: Json) -> None:
+    """Print one job."""
+    times = job["timestamps"]
+    facts = {
+        "job": job["id"],
+        "status": job["status"],
+        "phase": job.get("phase"),
+        "percent": f"{job['progress']['percent']:.1f}",
+        "outcome": job.get("outcome"),
+        "attempt": job.get("attempt"),
+        "created": times.get("created_at"),
+        "started": times.get("started_at"),
+        "finished": times.get("finished_at"),
+    }
+    for name, value in facts.items():
+        if value is not None:
+            out.print(f"{name:<9} {value}", markup=False)
+    if job.get("error"):
+        failure(job)
+    for component, choice in (
+        (job.get("result") or {}).get("precision_stack") or {}
+    ).items():
+        out.print(f"  {component:<13} {choice}", markup=False)
+
+
+def event_line(event: Json) -> str:
+    """Return one event as a line."""
+    shown = {k: v for k, v in event.get("data", {}).items() if k != "job_id"}
+    facts = " ".join(f"{k}={v}" for k, v in shown.items() if v is not None)
+    return f"{event['seq']:>4} {event['timestamp']} {event['type']} {facts}".rstrip()
+
+
+def problem(document: Json) -> None:
+    """Print a problem document: what went wrong, field by field."""
+    detail = document.get("detail") or document.get("title") or "unknown error"
+    err.print(f"error: {detail}", markup=False, soft_wrap=True)
+    for error in document.get("errors", ()):
+        if error.get("detail") != detail:
+            where = error.get("pointer") or "/"
+            err.print(f"  {where}: {error.get('detail')}", markup=False, soft_wrap=True)
+        if known := error.get("known"):
+            err.print(f"  known: {', '.join(known)}", markup=False, soft_wrap=True)
+    if request := document.get("request_id"):
+        err.print(f"  request {request}", markup=False, style="dim")

@@ -1,0 +1,228 @@
+"""Commands for whoever runs the service: `serve`, `demo`, `keys`. They need its data."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from api import console
+from api.client import Client
+
+DATA_DIR = Path("var")
+DEMO = {
+    "model": "smollm2-135m-instruct",
+    "hardware": "h100",
+    "latency_sla": 0.02,
+    "task": "chat",
+    "data_distribution": "web_text",
+}
+START_S = 90.0
+STOP_S = 15.0
+
+DataDir = Annotated[
+    Path,
+    typer.Option(envvar="PRECISION_DATA_DIR", help="Where the service keeps its data."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+
+keys = typer.Typer(
+    no_args_is_help=True, help="API keys, in the database of --data-dir."
+)
+
+
+class OperateError(Exception):
+    """It cannot be done here; the message says why and what to do."""
+
+
+def address(data_dir: Path) -> str:
+    """Return where the service of `data_dir` listens."""
+    path = data_dir / "address"
+    try:
+        return str(json.loads(path.read_text())["url"])
+    except (OSError, ValueError, KeyError):
+        raise OperateError(
+            f"no service runs on {data_dir}: start one with `precision serve "
+            f"--data-dir {data_dir}`, or name one with --url"
+        ) from None
+
+
+def first_key(data_dir: Path) -> str | None:
+    """Return the key that the service of `data_dir` made first. None: not readable."""
+    try:
+        return (data_dir / "api_key").read_text().strip()
+    except OSError:
+        return None
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 takes a free one.")
+    ] = 8080,
+    model_root: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder that models may lie in; may be repeated."),
+    ] = None,
+    data_dir: DataDir = DATA_DIR,
+) -> None:
+    """Run the whole service on this machine until Ctrl-C."""
+    from api.serve import Options, ServeError, serve as run  # pulls in the database
+
+    options = Options(data_dir, host, port, tuple(model_root or ()))
+    try:
+        raise typer.Exit(run(options, typer.echo))
+    except ServeError as error:
+        raise OperateError(str(error)) from None
+
+
+def demo(data_dir: DataDir = DATA_DIR) -> None:
+    """Start a service, optimize the demo model over HTTP, show the result, stop."""
+    with _service(data_dir) as client:
+        console.err.print("POST /v1/optimize", json.dumps(DEMO), soft_wrap=True)
+        started = time.monotonic()
+        job = client.optimize(DEMO)
+        console.err.print(f"job {job['id']}")
+        with console.live_progress() as show:
+            job = client.wait(job["id"], show, poll_s=0.5)
+        took_s = time.monotonic() - started
+        if job["status"] != "succeeded":
+            console.failure(job)
+            raise typer.Exit(1)
+        console.stack(client.report(job["id"]))
+        page = data_dir / "reports" / f"{job['id']}.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(client.report_html(job["id"]))
+    console.out.print(f"outcome: {job['outcome']}; the job took {took_s:.1f} s")
+    console.out.print(f"report: {page.resolve()}", soft_wrap=True)
+
+
+@contextmanager
+def _service(data_dir: Path) -> Iterator[Client]:
+    """Run `precision serve` as a child, on a free port."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    before = _stamp(data_dir)
+    command = [sys.executable, "-m", "api.cli", "serve", "--port", "0"]
+    service = subprocess.Popen(
+        [*command, "--data-dir", str(data_dir)],
+        stdout=sys.stderr,
+        process_group=0,  # a Ctrl-C is for us; we end the service in order
+        preexec_fn=_die_with_us(),
+    )
+    try:
+        _wait_for_address(service, data_dir, before)
+        with Client(address(data_dir), first_key(data_dir)) as client:
+            yield client
+    finally:
+        service.send_signal(signal.SIGTERM)
+        try:
+            service.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            service.kill()
+
+
+def _die_with_us() -> Any:
+    from api.supervise import die_with
+
+    parent = os.getpid()
+    return lambda: die_with(parent)
+
+
+def _stamp(data_dir: Path) -> int | None:
+    """Return the age of the address file; a killed service may have left one."""
+    path = data_dir / "address"
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _wait_for_address(
+    service: "subprocess.Popen[bytes]", data_dir: Path, before: int | None
+) -> None:
+    end = time.monotonic() + START_S
+    while _stamp(data_dir) in (None, before):
+        if service.poll() is not None:
+            raise OperateError("the service did not start; its message is above")
+        if time.monotonic() > end:
+            raise OperateError(f"the service was not ready after {START_S:g} s")
+        time.sleep(0.1)
+
+
+@keys.command("create")
+def create_key(
+    name: Annotated[str, typer.Option(help="What the key is for.")] = "key",
+    tenant: Annotated[str, typer.Option(help="Whose jobs it sees.")] = "default",
+    as_json: AsJson = False,
+    data_dir: DataDir = DATA_DIR,
+) -> None:
+    """Print a new key. It is shown once; only its hash is stored."""
+    from api import auth
+
+    with _database(data_dir) as session:
+        key = auth.create_key(session, tenant, name)
+    typer.echo(json.dumps({"key": key, "tenant": tenant}) if as_json else key)
+
+
+@keys.command("list")
+def list_keys(as_json: AsJson = False, data_dir: DataDir = DATA_DIR) -> None:
+    """List the keys by id; the keys themselves are stored nowhere."""
+    from api import auth
+
+    with _database(data_dir) as session:
+        found = [
+            {
+                "id": key.kid,
+                "name": key.name,
+                "tenant": tenant,
+                "created_at": key.created_at.isoformat(timespec="seconds"),
+                "revoked": key.revoked_at is not None,
+            }
+            for key, tenant in auth.keys(session)
+        ]
+    title = ("id", "name", "tenant", "created_at", "revoked")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        console.rows(title, [[row[column] for column in title] for row in found])
+
+
+@keys.command("revoke")
+def revoke_key(
+    kid: Annotated[str, typer.Argument(help="The key's id, as `keys list` shows it.")],
+    as_json: AsJson = False,
+    data_dir: DataDir = DATA_DIR,
+) -> None:
+    """Make a key worthless at once."""
+    from api import auth
+    from api.errors import NotFound
+
+    with _database(data_dir) as session:
+        try:
+            name = auth.revoke(session, kid).name
+        except NotFound as error:
+            raise OperateError(f"{error}; `precision keys list` shows them") from None
+    typer.echo(
+        json.dumps({"id": kid, "revoked": True}) if as_json else f"revoked {name}"
+    )
+
+
+@contextmanager
+def _database(data_dir: Path) -> Iterator[Any]:
+    """Give a transaction on the database of `data_dir`, brought up to date."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from api import db
+    from api.serve import use
+
+    use(data_dir)
+    try:
+        db.migrate()
+        with db.transaction() as session:
+            yield session
+    except SQLAlchemyError as error:
+        raise OperateError(f"the database does not answer: {error}") from None
