@@ -1,0 +1,290 @@
+"""What the worker does with a job, with the numerics replaced at their one entrance."""
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from api import auth, db, jobs, settings, storage
+from api.models import Artifact, Job, JobEvent, Status
+from api.transitions import Claim
+from optimizer.errors import DatasetError
+from optimizer.spec import OptimizeSpec
+from tests.optimizer.example_document import example_document
+from workers import app, tasks
+from workers.beat import Beat, Progress
+from workers.tasks import Meter, run_job
+
+SPEC = OptimizeSpec("tiny", "/models/tiny", "0" * 64, "h100")
+DOCUMENT = example_document(layers=2)
+
+Optimize = Callable[[OptimizeSpec, Callable[..., None]], Any]
+
+
+@pytest.fixture
+def optimizer(
+    sqlite: object, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Optimize], None]:
+    """Put a function in the place of `optimizer.run.optimize`."""
+    monkeypatch.setenv("PRECISION_BEAT_S", "0.1")
+    settings.settings.cache_clear()
+    run, torch = ModuleType("optimizer.run"), ModuleType("torch")
+    torch.set_num_threads = lambda count: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "optimizer.run", run)
+    monkeypatch.setitem(sys.modules, "torch", torch)  # seconds to import
+
+    def put(optimize: Optimize) -> None:
+        run.optimize = optimize  # type: ignore[attr-defined]
+
+    return put
+
+
+def submit() -> str:
+    with db.transaction() as session:
+        tenant = auth.tenant_named(session, "acme").id
+        return jobs.submit(session, tenant, SPEC).id
+
+
+def read(job_id: str) -> Job:
+    with db.reading() as session:
+        return session.get_one(Job, job_id)
+
+
+def artifacts(job_id: str) -> list[Artifact]:
+    with db.reading() as session:
+        return list(session.query(Artifact).filter_by(job_id=job_id))
+
+
+def history(job_id: str) -> list[str]:
+    with db.reading() as session:
+        found = session.query(JobEvent).filter_by(job_id=job_id)
+        return [event.type for event in found.order_by(JobEvent.seq)]
+
+
+def cancel(job_id: str) -> None:
+    with db.transaction() as session:
+        tenant = auth.tenant_named(session, "acme").id
+        jobs.cancel(session, tenant, job_id)
+
+
+def claimed(job_id: str) -> Claim:
+    with db.transaction() as session:
+        claim = jobs.claim(session, job_id, "test")
+    assert claim is not None
+    return claim
+
+
+def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
+    optimizer(lambda spec, progress: DOCUMENT)
+    job_id = submit()
+    run_job(job_id)
+    job = read(job_id)
+    assert (job.status, job.percent) == (Status.SUCCEEDED, 100.0)
+    assert job.outcome == DOCUMENT["verdict"]["outcome"]
+    assert job.summary is not None
+    assert job.summary["chosen"]["id"] == DOCUMENT["verdict"]["chosen"]
+    assert [a.name for a in artifacts(job_id)] == [
+        "report.html",
+        "report.json",
+        "stack.json",
+    ]
+    stored = storage.path(job_id, 1, "report.json").read_bytes()
+    assert json.loads(stored) == DOCUMENT
+    stack = json.loads(storage.path(job_id, 1, "stack.json").read_bytes())
+    assert stack["stack"] == {s["site"]: s["choice"] for s in DOCUMENT["sites"]}
+
+
+def test_the_second_bell_finds_the_job_taken(optimizer: Any) -> None:
+    calls: list[OptimizeSpec] = []
+    optimizer(lambda spec, progress: calls.append(spec) or DOCUMENT)
+    job_id = submit()
+    run_job(job_id)
+    run_job(job_id)
+    assert calls == [SPEC]
+    assert history(job_id).count("job.started") == 1
+
+
+def test_a_refusal_of_the_optimizer_reaches_the_owner_in_full(optimizer: Any) -> None:
+    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> None:
+        progress("calibrate", 0.0, "")
+        raise DatasetError("3 samples, 16 are needed")
+
+    optimizer(optimize)
+    job_id = submit()
+    run_job(job_id)
+    assert read(job_id).status is Status.FAILED
+    assert read(job_id).error == {
+        "code": "calibration_data_empty",
+        "category": "user",
+        "retryable": False,
+        "message": "3 samples, 16 are needed",
+        "phase": "calibrate",
+    }
+
+
+def test_a_defect_is_logged_and_its_secrets_stay_in_the_log(
+    optimizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> None:
+        raise KeyError("password=hunter2")
+
+    optimizer(optimize)
+    job_id = submit()
+    with caplog.at_level(logging.ERROR):
+        run_job(job_id)
+    error = read(job_id).error
+    assert error is not None
+    assert (error["code"], error["retryable"]) == ("internal_error", True)
+    assert "hunter2" not in json.dumps(error)
+    assert "hunter2" in caplog.text
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names its own."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+    ],
+    ids=["python", "cuda", "cpu"],
+)
+def test_memory_that_ran_out_is_named(error: BaseException) -> None:
+    assert tasks.explain(error, "sweep")["code"] == "device_out_of_memory"
+
+
+def test_a_report_that_is_not_json_is_no_success(optimizer: Any) -> None:
+    optimizer(lambda spec, progress: {**DOCUMENT, "limits": [float("nan")]})
+    job_id = submit()
+    run_job(job_id)
+    assert read(job_id).status is Status.FAILED
+    assert artifacts(job_id) == []
+
+
+def test_a_cancel_is_seen_within_five_seconds(optimizer: Any) -> None:
+    cancelled_at = 0.0
+    job_id = submit()
+
+    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> None:
+        nonlocal cancelled_at
+        progress("sweep", 0.1, "")
+        cancel(job_id)
+        cancelled_at = time.monotonic()
+        while time.monotonic() < cancelled_at + 30:
+            time.sleep(0.05)
+            progress("sweep", 0.5, "")
+
+    optimizer(optimize)
+    run_job(job_id)
+    assert time.monotonic() - cancelled_at < 5
+    assert read(job_id).status is Status.CANCELLED
+    assert read(job_id).percent < 100
+
+
+def test_a_worker_given_up_for_dead_changes_nothing(optimizer: Any) -> None:
+    job_id = submit()
+
+    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> Any:
+        with db.transaction() as session:  # another gave us up, and a third began
+            session.get_one(Job, job_id).status = Status.QUEUED
+        claimed(job_id)
+        return DOCUMENT
+
+    optimizer(optimize)
+    run_job(job_id)
+    job = read(job_id)
+    assert (job.status, job.attempt, job.summary) == (Status.RUNNING, 2, None)
+    assert artifacts(job_id) == []
+
+
+def test_a_job_beats_while_one_long_kernel_runs(optimizer: Any) -> None:
+    leases: list[Any] = []
+    job_id = submit()
+
+    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> Any:
+        for _ in range(2):
+            leases.append(read(job_id).lease_expires_at)
+            time.sleep(0.7)  # the beat looks up every half second
+        return DOCUMENT
+
+    optimizer(optimize)
+    run_job(job_id)
+    assert leases[0] < leases[1]
+
+
+def test_a_job_that_does_not_stop_is_left(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRECISION_CANCEL_LIMIT_S", "0.2")
+    settings.settings.cache_clear()
+    left, codes = threading.Event(), []
+    job_id = submit()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        left.set()
+
+    with Beat(claimed(job_id), leave=leave):
+        cancel(job_id)
+        assert left.wait(5)
+    assert codes[0] == 1
+    assert read(job_id).status is Status.CANCELLED
+
+
+def test_the_last_word_of_every_phase_reaches_the_row(optimizer: Any) -> None:
+    job_id = submit()
+    with Beat(claimed(job_id)) as beat:
+        for phase, percent in (("load", 1.0), ("load", 5.0), ("calibrate", 7.0)):
+            beat.tell(Progress(phase, percent, 9.0))
+        time.sleep(1.1)
+    job = read(job_id)
+    assert (job.phase, job.percent, job.eta_s) == ("calibrate", 7.0, 9.0)
+    assert history(job_id).count("job.phase_changed") == 2
+
+
+def test_percent_by_hand() -> None:
+    now = 0.0
+    meter = Meter(lambda: now)
+    # load 5 + half of calibrate's 10
+    now = 10.0
+    assert meter.read("calibrate", 0.5) == Progress("calibrate", 10.0, 90.0)
+    # an earlier place does not take the percentage back
+    assert meter.read("load", 1.0).percent == 10.0
+    assert meter.read("report", 1.0).percent == 100.0
+
+
+def test_the_shares_of_the_phases_add_up() -> None:
+    assert sum(tasks.PHASES.values()) == 100
+
+
+def test_the_sweep_rings_for_what_waits(sqlite: object, bells: list[str]) -> None:
+    job_id = submit()
+    assert app.sweep() == []  # its own bell has just rung
+    with db.transaction() as session:
+        session.get_one(Job, job_id).rung_at -= timedelta(minutes=1)
+    assert app.sweep() == bells == [job_id]
+
+
+@pytest.mark.parametrize("version", ["5.6.2", "4.9"])
+def test_a_celery_that_loses_messages_is_refused(version: str) -> None:
+    with pytest.raises(RuntimeError, match=version):
+        app.require("celery", version)
+
+
+def test_the_parent_of_the_pool_never_loads_torch() -> None:
+    code = (
+        "import sys, workers.app, workers.tasks;"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
