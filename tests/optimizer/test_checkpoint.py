@@ -1,0 +1,344 @@
+"""Model folders with one defect each: refused, naming the file and what to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optimizer.checkpoint import ARCHITECTURES, INDEX, WEIGHTS, fingerprint, inspect
+from optimizer.errors import ModelError
+from tests.optimizer.by_hand import (
+    CONFIG,
+    entry,
+    write_config,
+    write_file,
+    write_folder,
+    write_index,
+    write_tensors,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "model")
+
+
+@pytest.fixture
+def sharded(folder: Path) -> Path:
+    """The same with three shards of one, two and one tensors."""
+    (folder / WEIGHTS).unlink()
+    shards = {"s1": ["a"], "s2": ["b", "c"], "s3": ["d"]}
+    for shard, names in shards.items():
+        tensors = {name: np.ones(4) for name in names}
+        write_tensors(folder / f"{shard}.safetensors", tensors, "F32")
+    write_index(
+        folder, {n: f"{s}.safetensors" for s, names in shards.items() for n in names}
+    )
+    return folder
+
+
+# --- what a good folder says -----------------------------------------------------
+
+
+def test_inspect_counts_by_hand(folder: Path) -> None:
+    checkpoint = inspect(folder)
+    assert checkpoint.architecture == "LlamaForCausalLM"
+    assert checkpoint.parameters == 2 * 3 + 3
+    assert checkpoint.stored_bytes == (2 * 3 + 3) * 4
+    assert checkpoint.dtype_bytes == {"F32": 36}
+    assert checkpoint.files == (WEIGHTS,)
+    assert checkpoint.tensors["w"].shape == (2, 3)
+    assert checkpoint.warnings == ()
+
+
+def test_stored_tensors_lie_where_the_header_says(folder: Path) -> None:
+    tensor = inspect(folder).tensors["w"]
+    content = (folder / tensor.file).read_bytes()[tensor.start : tensor.end]
+    assert np.frombuffer(content, np.float32).tolist() == [1.0] * 6
+
+
+def test_all_shards_are_one_model(sharded: Path) -> None:
+    checkpoint = inspect(sharded)
+    assert sorted(checkpoint.tensors) == ["a", "b", "c", "d"]
+    assert checkpoint.files == ("s1.safetensors", "s2.safetensors", "s3.safetensors")
+
+
+@pytest.mark.slow  # imports transformers
+def test_every_allowed_architecture_has_the_model_type_transformers_gives_it() -> None:
+    import transformers
+
+    for architecture, model_type in ARCHITECTURES.items():
+        config_class = getattr(transformers, architecture).config_class
+        assert config_class.model_type == model_type
+
+
+# --- stored dtype against declared dtype (case C15) --------------------------------
+
+
+def test_declared_float32_over_stored_bf16_counts_stored_bytes_and_warns(
+    folder: Path,
+) -> None:
+    write_tensors(folder / WEIGHTS, {"w": np.ones((1000, 1000))}, "BF16")
+    checkpoint = inspect(folder)
+    assert checkpoint.stored_bytes == 2_000_000  # not 4,000,000
+    assert checkpoint.declared_dtype == "float32"
+    (warning,) = checkpoint.warnings
+    assert "declares float32" in warning
+    assert "bfloat16 2000000 bytes" in warning
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_both_spellings_of_the_declared_dtype_are_read(folder: Path, key: str) -> None:
+    config = {k: v for k, v in CONFIG.items() if k != "dtype"}
+    (folder / "config.json").write_text(json.dumps({**config, key: "torch.float16"}))
+    assert inspect(folder).declared_dtype == "float16"
+
+
+def test_no_declared_dtype_is_no_mismatch(folder: Path) -> None:
+    write_config(folder, dtype=None)
+    checkpoint = inspect(folder)
+    assert checkpoint.declared_dtype is None
+    assert checkpoint.warnings == ()
+
+
+def test_mixed_stored_dtypes_are_reported_by_bytes(folder: Path) -> None:
+    header = {"w": entry("BF16", [4], 0, 8), "norm": entry("F32", [2], 8, 16)}
+    write_file(folder / WEIGHTS, header, bytes(16))
+    checkpoint = inspect(folder)
+    assert checkpoint.dtype_bytes == {"BF16": 8, "F32": 8}
+    assert "several dtypes" in checkpoint.warnings[0]
+
+
+# --- shards (case C14a) ----------------------------------------------------------
+
+
+def test_missing_shard_is_named_with_the_number_of_its_tensors(sharded: Path) -> None:
+    (sharded / "s2.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"s2\.safetensors missing .*: 2 of 4 tensors"):
+        inspect(sharded)
+
+
+def test_truncated_shard_is_named(sharded: Path) -> None:
+    shard = sharded / "s2.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"s2\.safetensors is refused: truncated"):
+        inspect(sharded)
+
+
+def test_index_with_a_tensor_that_no_shard_has_is_refused(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    write_index(sharded, {**index["weight_map"], "ghost": "s3.safetensors"})
+    with pytest.raises(ModelError, match="1 tensors that its shards do not: ghost"):
+        inspect(sharded)
+
+
+def test_shard_with_a_tensor_that_the_index_lacks_is_refused(sharded: Path) -> None:
+    tensors = {"d": np.ones(4), "stale": np.ones(4)}
+    write_tensors(sharded / "s3.safetensors", tensors, "F32")
+    with pytest.raises(ModelError, match=r"s3\.safetensors holds 'stale'"):
+        inspect(sharded)
+
+
+def test_tensor_in_two_shards_is_refused(sharded: Path) -> None:
+    write_tensors(sharded / "s3.safetensors", {"d": np.ones(4), "a": np.ones(4)}, "F32")
+    with pytest.raises(ModelError, match=r"s3\.safetensors holds 'a'"):
+        inspect(sharded)
+
+
+@pytest.mark.parametrize("name", ["../s1.safetensors", "/etc/passwd", "s1.bin", ""])
+def test_index_that_names_a_file_elsewhere_is_refused(sharded: Path, name: str) -> None:
+    write_index(sharded, {"a": name})
+    with pytest.raises(ModelError, match=r"it must be a .* file beside it"):
+        inspect(sharded)
+
+
+def test_shards_without_an_index_are_refused(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    with pytest.raises(ModelError, match=r"s1\.safetensors is there, but neither"):
+        inspect(sharded)
+
+
+@pytest.mark.parametrize("index", [b"{}", b'{"weight_map": []}', b'{"weight_map": {}}'])
+def test_index_without_a_weight_map_is_refused(sharded: Path, index: bytes) -> None:
+    (sharded / INDEX).write_bytes(index)
+    with pytest.raises(ModelError, match="has no weight_map"):
+        inspect(sharded)
+
+
+# --- folders ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.pt", "model.ckpt", "m.pkl"]
+)
+def test_pickled_weights_are_refused_unopened(folder: Path, name: str) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(ModelError, match=f"{name} is pickled.*as safetensors"):
+        inspect(folder)
+
+
+def test_pickled_weights_beside_safetensors_are_ignored(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"never opened")
+    assert inspect(folder).files == (WEIGHTS,)
+
+
+def test_no_weights_at_all_says_what_is_wanted(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ModelError, match=f"neither {WEIGHTS} nor"):
+        inspect(folder)
+
+
+def test_weights_without_tensors_are_refused(folder: Path) -> None:
+    write_file(folder / WEIGHTS, {})
+    with pytest.raises(ModelError, match="no tensors"):
+        inspect(folder)
+
+
+def test_missing_folder_is_named_without_the_path_above_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^no model folder 'nothing'$"):
+        inspect(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS, "chat_template.jinja"])
+def test_link_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
+    outside = folder.parent / "outside"
+    outside.write_bytes(b"{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ModelError, match=f"{name} is a link that leads out"):
+        inspect(folder)
+
+
+def test_link_within_the_folder_is_followed(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "real")
+    (folder / WEIGHTS).symlink_to("real")
+    assert inspect(folder).parameters == 9
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "config.json cannot be read"),
+        (b"[]", "not a JSON object"),
+        (b"\xff\xfe{}", "can't decode"),
+        (b'{"a": 1, "a": 2}', "'a' comes twice"),
+        (b" " * (1 << 20) + b"{}", "the limit is"),
+    ],
+    ids=["empty", "cut", "list", "utf-16", "duplicate key", "oversized"],
+)
+def test_broken_config_is_refused(folder: Path, content: bytes, message: str) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        inspect(folder)
+
+
+def test_missing_config_is_refused(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        inspect(folder)
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown architecture": (
+        {"architectures": ["FalconForCausalLM"]},
+        "'FalconForCausalLM' is not supported; LlamaForCausalLM, .*GPT2LMHeadModel are",
+    ),
+    "no architecture": ({"architectures": []}, "must name one architecture"),
+    "two architectures": ({"architectures": ["A", "B"]}, "must name one architecture"),
+    "architecture that is a number": ({"architectures": [7]}, "must name one"),
+    "other model type": ({"model_type": "evil"}, "model_type is 'evil'"),
+    "remote code": ({"auto_map": {"AutoModel": "x.X"}}, "auto_map.*never run"),
+    "empty remote code": ({"auto_map": {}}, "auto_map.*never run"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    "quantized somehow": ({"quantization_config": 8}, "no quant_method"),
+    "redirected weights": ({"transformers_weights": "x.safetensors"}, "redirects"),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_config_is_refused(folder: Path, kind: str) -> None:
+    changes, message = CONFIGS[kind]
+    write_config(folder, **changes)
+    with pytest.raises(ModelError, match=message):
+        inspect(folder)
+
+
+def test_remote_code_is_not_executed(folder: Path) -> None:
+    write_config(folder, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+    marker = folder.parent / "executed"
+    (folder / "modeling_x.py").write_text(f"open({str(marker)!r}, 'w').close()")
+    with pytest.raises(ModelError, match="auto_map"):
+        inspect(folder)
+    assert not marker.exists()
+
+
+def test_remote_code_of_a_tokenizer_is_refused(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": []}}')
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json has an auto_map"):
+        inspect(folder)
+
+
+def test_adapter_without_its_base_model_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="merge it into its base model"):
+        inspect(folder)
+
+
+@pytest.mark.parametrize("other", ["tokenizer.model", "vocab.json"])
+def test_other_kinds_of_tokenizer_are_refused_by_name(folder: Path, other: str) -> None:
+    (folder / "tokenizer.json").rename(folder / other)
+    with pytest.raises(
+        ModelError, match=rf"tokenizer\.json is missing \({other} alone"
+    ):
+        inspect(folder)
+
+
+def test_missing_tokenizer_is_refused(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing: write one"):
+        inspect(folder)
+
+
+# --- fingerprint -----------------------------------------------------------------
+
+
+def test_fingerprint_is_that_of_the_content_not_of_the_folder(folder: Path) -> None:
+    import shutil
+
+    copy = folder.parent / "copy"
+    shutil.copytree(folder, copy)
+    assert fingerprint(copy) == fingerprint(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_fingerprint_changes_with_every_file_that_matters(
+    folder: Path, name: str
+) -> None:
+    before = fingerprint(folder)
+    (folder / name).write_text((folder / name).read_text() + " ")
+    assert fingerprint(folder) != before
+
+
+def test_fingerprint_changes_with_one_bit_of_a_weight(folder: Path) -> None:
+    before = fingerprint(folder)
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+    assert fingerprint(folder) != before
+
+
+def test_fingerprint_ignores_what_no_step_reads(folder: Path) -> None:
+    before = fingerprint(folder)
+    (folder / "README.md").write_text("about this model")
+    assert fingerprint(folder) == before
+
+
+def test_fingerprint_progress_reaches_one_and_never_goes_back(sharded: Path) -> None:
+    seen: list[float] = []
+    fingerprint(sharded, seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
