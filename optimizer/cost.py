@@ -1,0 +1,382 @@
+"""Seconds and bytes of a site and of a stack, from first principles: the roofline.
+
+A kernel takes as long as whichever runs out first, compute or bandwidth, plus its
+launch. A decode step is `batch_size` rows against a context that grows from the
+prompt to prompt + output, so it is timed at the mean. Casts to FP8 are counted at
+the site that asks for them; casts between 16 and 32 bits ride along in a kernel
+that reads the tensor anyway. Every figure here is modelled, none is measured.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from optimizer.errors import HardwareError
+from optimizer.formats import FORMATS
+from optimizer.hardware import LOCAL, Device
+from optimizer.spec import Workload
+from optimizer.stack import (
+    LINEAR,
+    Choice,
+    Component,
+    Granularity,
+    ModelShape,
+    Precision,
+    SiteShape,
+    Stack,
+)
+
+SCALE_BYTES = 4  # scales are fp32
+QUANTIZE_BYTES = 3  # the pass to FP8 reads 2 bytes and writes 1 for every element
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What is left of a data sheet in practice."""
+
+    bandwidth_share: float  # of the peak, in a kernel that only streams
+    compute_share: float  # of the dense peak, in a large matmul
+    launch_s: float  # of one kernel
+    quantize_s: float  # of one pass to FP8, beside its bytes
+
+
+HOPPER = Fit(
+    # The first, third and fourth number: least squares in relative error on eight
+    # GEMMs of one token, vLLM 0.24 on an H100 (in test_cost.py); rounded, within 7 %.
+    bandwidth_share=0.88,
+    compute_share=0.7,  # an assumption: large cuBLAS GEMMs run at 0.6 to 0.8 of peak
+    launch_s=3.3e-6,
+    quantize_s=4.6e-6,
+)
+BLACKWELL = Fit(
+    # Hopper's shares; the fixed costs solve one row, 4096×4096 on a B200 in vLLM 0.24:
+    # 9.7 µs in bf16 and 24.7 µs in FP8. One row: good for "FP8 is slower here" only.
+    bandwidth_share=0.88,
+    compute_share=0.7,
+    launch_s=4.7e-6,
+    quantize_s=17.5e-6,
+)
+MEASURED = Fit(
+    # A worker's own peaks are already what its kernels reach.
+    bandwidth_share=1.0,
+    compute_share=1.0,
+    launch_s=3.3e-6,  # an assumption: as a GPU's
+    quantize_s=4.6e-6,
+)
+_FITS = MappingProxyType({"10.0": BLACKWELL})  # by compute capability; else Hopper's
+
+
+@dataclass(frozen=True, slots=True)
+class SiteCost:
+    """What one site adds to a stack, at one choice."""
+
+    per_token_s: float  # of one decode step: every sequence gets one token
+    first_token_s: float  # of the prefill of the whole batch
+    weight_bytes: int  # scales included
+    kv_bytes: int  # of the whole batch, at prompt + output tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StackCost:
+    """The sums over a model's sites. `memory_bytes` is weights and KV cache."""
+
+    per_token_s: float
+    first_token_s: float
+    weight_bytes: int
+    kv_bytes: int
+    memory_bytes: int
+
+
+def fit(device: Device) -> Fit:
+    """Return the efficiencies and fixed costs that go with a device."""
+    if device.id == LOCAL:
+        return MEASURED
+    return _FITS.get(device.compute_capability or "", HOPPER)
+
+
+def matmul_flops(m: int, n: int, k: int) -> int:
+    """Count a multiply and an add for each of the m·n·k terms."""
+    return 2 * m * n * k
+
+
+def roofline_s(
+    flops: float, bytes_moved: float, peak: float, bandwidth: float
+) -> float:
+    """Return the time of whichever runs out first: `peak` FLOP/s or bytes/s."""
+    return max(flops / peak, bytes_moved / bandwidth)
+
+
+def size_bytes(fmt: str) -> int:
+    """Return the bytes of one element. KeyError for a format that does not exist."""
+    return FORMATS[fmt].bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One forward pass: the prefill of a batch, or one decode step of it."""
+
+    sequences: int
+    queries: int  # tokens of each sequence that go through
+    context: float  # tokens that the last of them looks at
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.queries
+
+    def keys(self, window: int | None) -> float:
+        """Tokens of one sequence whose K and V are read."""
+        seen = self.context if window is None else min(self.context, window)
+        return seen if self.queries == 1 else self.context
+
+    def pairs(self, window: int | None) -> float:
+        """Query-key pairs of one sequence under a causal mask."""
+        seen = self.context if window is None else min(self.context, window)
+        if self.queries == 1:
+            return seen
+        return seen * (seen + 1) / 2 + (self.context - seen) * seen
+
+
+def _steps(workload: Workload) -> tuple[_Step, _Step]:
+    """Return the prefill and the mean decode step."""
+    prompt, batch = workload.prompt_tokens, workload.batch_size
+    mean = prompt + workload.output_tokens / 2
+    return _Step(batch, prompt, prompt), _Step(batch, 1, mean)
+
+
+def _peak(device: Device, choice: Choice) -> float:
+    # Weight-only FP8 widens the weight and computes in the format of the input.
+    fmt = "fp8" if choice.input.format.startswith("fp8") else choice.input.format
+    if fmt not in device.peak_flops:
+        raise HardwareError(f"{device.name} has no {fmt} matmul: {choice.name}")
+    return device.peak_flops[fmt]
+
+
+def _kernel_s(flops: float, bytes_moved: float, peak: float, device: Device) -> float:
+    """Return the roofline of what a device reaches in practice, without the launch."""
+    reached = fit(device)
+    return roofline_s(
+        flops,
+        bytes_moved,
+        peak * reached.compute_share,
+        device.bandwidth_bytes_s * reached.bandwidth_share,
+    )
+
+
+def quantize_s(elements: int, precision: Precision, device: Device) -> float:
+    """Return the seconds of the pass that brings `elements` to FP8; 0 for 16 bits."""
+    if not FORMATS[precision.format].scaled:
+        return 0.0
+    moved = _kernel_s(0, QUANTIZE_BYTES * elements, 1.0, device)
+    return moved + fit(device).quantize_s
+
+
+def _stored(choice: Choice) -> Precision:
+    return choice.weight or choice.input
+
+
+def _held_bytes(elements: int, row: int, precision: Precision) -> int:
+    """Bytes of a tensor whose output channels have `row` elements, with its scales."""
+    held = elements * size_bytes(precision.format)
+    if not FORMATS[precision.format].scaled or not elements:
+        return held
+    per_tensor = precision.granularity is Granularity.TENSOR
+    return held + SCALE_BYTES * (1 if per_tensor else math.ceil(elements / row))
+
+
+def _linear_s(
+    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
+) -> float:
+    """A GEMM of rows × k by k × n, with the pass that narrows its input."""
+    last_only = shape.site.component is Component.LM_HEAD
+    rows = step.sequences if last_only else step.tokens
+    moved = (
+        _held_bytes(shape.n * shape.k, shape.k, _stored(choice))
+        + rows * shape.k * size_bytes(choice.input.format)
+        + rows * shape.n * size_bytes(choice.output)
+    )
+    flops = matmul_flops(rows, shape.n, shape.k)
+    return (
+        _kernel_s(flops, moved, _peak(device, choice), device)
+        + fit(device).launch_s
+        + quantize_s(rows * shape.k, choice.input, device)
+    )
+
+
+def _attention_s(
+    shape: SiteShape, choice: Choice, device: Device, step: _Step, row_bytes: int
+) -> float:
+    """One of the two GEMMs in the fused kernel, which read half of the cache each.
+
+    `row_bytes` is the size of an element of Q, or of the output.
+    """
+    cached = shape.kv_heads * shape.head_dim * size_bytes(_stored(choice).format)
+    width = shape.heads * shape.head_dim
+    moved = (
+        step.sequences * step.keys(shape.window) * cached
+        + step.tokens * width * row_bytes
+    )
+    flops = 2 * step.sequences * step.pairs(shape.window) * width
+    return _kernel_s(flops, moved, _peak(device, choice), device)
+
+
+def _scores_s(
+    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
+) -> float:
+    """QKᵀ, the launch of the fused kernel, and the pass that narrows Q."""
+    queries = step.tokens * shape.heads * shape.head_dim
+    return (
+        _attention_s(shape, choice, device, step, size_bytes(choice.input.format))
+        + fit(device).launch_s
+        + quantize_s(queries, choice.input, device)
+    )
+
+
+def _values_s(
+    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
+) -> float:
+    """PV. P is narrowed in registers and V as it enters the cache: neither is a pass."""
+    return _attention_s(shape, choice, device, step, size_bytes(choice.output))
+
+
+def _softmax_s(
+    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
+) -> float:
+    """Nothing, whatever the choice: it overlaps with the GEMMs that it is fused with.
+
+    So FP8 here never looks faster, which no kernel known to us contradicts.
+    """
+    return 0.0
+
+
+def _elementwise_s(
+    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
+) -> float:
+    """Every element in and out once; one kernel for each row of hidden states.
+
+    (The two norms of a layer are two kernels.) FP8 input costs the pass to FP8.
+    """
+    elements = step.tokens * shape.elements
+    moved = elements * (size_bytes(choice.input.format) + size_bytes(choice.output))
+    is_norm = shape.site.component is Component.NORMS
+    kernels = max(1, shape.elements // model.hidden) if is_norm else 1
+    return (
+        _kernel_s(0, moved, 1.0, device)
+        + kernels * fit(device).launch_s
+        + quantize_s(elements, choice.input, device)
+    )
+
+
+def _embeddings_s(
+    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
+) -> float:
+    """A gather of one row for each token."""
+    width = size_bytes(_stored(choice).format) + size_bytes(choice.output)
+    moved = step.tokens * model.hidden * width
+    return _kernel_s(0, moved, 1.0, device) + fit(device).launch_s
+
+
+_Seconds = Callable[[SiteShape, Choice, Device, _Step, ModelShape], float]
+_SECONDS: Mapping[Component, _Seconds] = MappingProxyType(
+    {
+        **dict.fromkeys((*LINEAR, Component.ROUTER), _linear_s),
+        Component.EMBEDDINGS: _embeddings_s,
+        Component.ATTN_SCORES: _scores_s,
+        Component.ATTN_SOFTMAX: _softmax_s,
+        Component.ATTN_VALUES: _values_s,
+        Component.FFN_ACT: _elementwise_s,
+        Component.NORMS: _elementwise_s,
+    }
+)
+_CACHED = (Component.ATTN_SCORES, Component.ATTN_VALUES)  # K, and V
+
+
+def _kv_bytes(shape: SiteShape, choice: Choice, workload: Workload) -> int:
+    if shape.site.component not in _CACHED:
+        return 0
+    tokens = workload.prompt_tokens + workload.output_tokens
+    held = tokens if shape.window is None else min(tokens, shape.window)
+    rows = workload.batch_size * held * shape.kv_heads
+    return rows * shape.head_dim * size_bytes(_stored(choice).format)
+
+
+def site_cost(
+    shape: SiteShape,
+    choice: Choice,
+    device: Device,
+    workload: Workload,
+    model: ModelShape,
+) -> SiteCost:
+    """Return what one site costs at one choice.
+
+    Raises HardwareError where the device has no rate for what the choice multiplies:
+    ask `hardware.refusals` first.
+    """
+    seconds = _SECONDS[shape.site.component]
+    prefill, decode = _steps(workload)
+    row = shape.k or model.hidden
+    return SiteCost(
+        per_token_s=seconds(shape, choice, device, decode, model),
+        first_token_s=seconds(shape, choice, device, prefill, model),
+        weight_bytes=_held_bytes(shape.weight_elements, row, _stored(choice)),
+        kv_bytes=_kv_bytes(shape, choice, workload),
+    )
+
+
+def _shape(model: ModelShape, component: Component) -> SiteShape:
+    return next(s for s in model.sites if s.site.component is component)
+
+
+def tied_bytes(model: ModelShape, embeddings: Choice, lm_head: Choice) -> int:
+    """Return the weight bytes of both: once where tied weights agree in precision.
+
+    They are two tensors, both stored, where they disagree or were never tied.
+    """
+    table, head = (
+        _held_bytes(shape.weight_elements, shape.k or model.hidden, _stored(choice))
+        for shape, choice in (
+            (_shape(model, Component.EMBEDDINGS), embeddings),
+            (_shape(model, Component.LM_HEAD), lm_head),
+        )
+    )
+    shared = model.tied_embeddings and _stored(embeddings) == _stored(lm_head)
+    return table if shared else table + head
+
+
+def _untied_excess(model: ModelShape, stack: Stack) -> int:
+    """Bytes that the sum over sites counts twice, since two sites share a tensor."""
+    if not model.tied_embeddings:
+        return 0
+    ends = (Component.EMBEDDINGS, Component.LM_HEAD)
+    choices = [stack.choices[_shape(model, c).site] for c in ends]
+    apart = tied_bytes(replace(model, tied_embeddings=False), *choices)
+    return apart - tied_bytes(model, *choices)
+
+
+def stack_cost(
+    model: ModelShape, stack: Stack, device: Device, workload: Workload
+) -> StackCost:
+    """Return the cost of a whole stack: the sum over its sites.
+
+    Raises KeyError for a site that the stack does not decide, HardwareError as
+    `site_cost` does.
+    """
+    costs = [
+        site_cost(s, stack.choices[s.site], device, workload, model)
+        for s in model.sites
+    ]
+    weights = sum(c.weight_bytes for c in costs) - _untied_excess(model, stack)
+    cache = sum(c.kv_bytes for c in costs)
+    return StackCost(
+        # Exactly rounded, so that equal sites in another order are an equal stack.
+        per_token_s=math.fsum(c.per_token_s for c in costs),
+        first_token_s=math.fsum(c.first_token_s for c in costs),
+        weight_bytes=weights,
+        kv_bytes=cache,
+        memory_bytes=weights + cache,
+    )
+
+
+def fits(cost: StackCost, device: Device) -> bool:
+    """Whether weights and KV cache fit the device's memory; activations are not counted."""
+    return cost.memory_bytes <= device.memory_bytes
