@@ -7,7 +7,9 @@
   * NotFound              404  not_found
   * NotAcceptable         406  not_acceptable
   * NotFinal              409  not_final
+  * InvalidState          409  invalid_state
   * NameTaken             409  name_taken
+  * Gone                  410  artifact_expired
   * BodyTooLarge          413  body_too_large
   * UnsupportedMediaType  415  unsupported_media_type
   * Invalid               422  validation_error, or what the field is about
@@ -88,10 +90,18 @@ class NotAcceptable(APIError):
 
 
 class NotFinal(APIError):
-    """The answer does not exist yet, or never will."""
+    """The answer does not exist yet."""
 
     status = 409
     code = "not_final"
+    title = "The job has no result yet"
+
+
+class InvalidState(APIError):
+    """The job is in a state that has no such answer, and never will."""
+
+    status = 409
+    code = "invalid_state"
     title = "The job has no result"
 
 
@@ -101,6 +111,14 @@ class NameTaken(APIError):
     status = 409
     code = "name_taken"
     title = "The name is taken"
+
+
+class Gone(APIError):
+    """The file was published, and its bytes have been deleted since."""
+
+    status = 410
+    code = "artifact_expired"
+    title = "The file is gone"
 
 
 class BodyTooLarge(APIError):

@@ -1,0 +1,104 @@
+"""The ASGI application: `uvicorn --factory api.app:create_app`. It never loads torch."""
+
+import logging
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+
+from api import catalog, db, health, listings, problems, routes
+from api.metrics import Metrics, service_version
+from api.middleware import BodyLimit, Envelope
+from api.settings import settings
+
+DESCRIPTION = "Finds the precision of every part of a language model, on your data."
+PROBLEM = {
+    "description": "What is wrong, RFC 9457",
+    "content": {
+        problems.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}
+    },
+}
+
+
+def create_app() -> FastAPI:
+    """Build a fresh application. The database must be migrated before it serves."""
+    configure_logging(settings().log_level)
+    app = FastAPI(
+        title="Precision",
+        version=service_version(),
+        description=DESCRIPTION,
+        docs_url=None,  # the pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"default": PROBLEM},
+        generate_unique_id_function=_operation_id,
+        lifespan=_lifespan,
+    )
+    app.state.metrics = Metrics()
+    problems.install(app)
+    limits = {"/": settings().max_body_bytes}
+    limits["/v1/datasets/"] = settings().max_dataset_bytes
+    app.add_middleware(BodyLimit, limits=limits)
+    app.add_middleware(Envelope, metrics=app.state.metrics)  # the last is outermost
+    for part in (routes, listings, health):
+        app.include_router(part.router)
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+    return app
+
+
+def configure_logging(level: str) -> None:
+    """Write one JSON object a line to stdout, with the request's id."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+    )
+    logging.getLogger("uvicorn.access").disabled = True  # `request` lines say more
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    # Reading gigabytes of weights must not hold up the first answer.
+    reader = threading.Thread(target=_register_folders, daemon=True)
+    reader.start()
+    yield
+    db.close()
+
+
+def _register_folders() -> None:
+    try:
+        catalog.register_folders()
+    except Exception:  # a thread has nobody to tell but the log
+        structlog.get_logger().exception("register_folders_failed")
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    if not app.openapi_schema:
+        schema = get_openapi(
+            title=app.title,
+            version=app.version,
+            description=app.description,
+            routes=app.routes,
+        )
+        problem = problems.Problem.model_json_schema(
+            ref_template="#/components/schemas/{model}"
+        )
+        parts = schema["components"]["schemas"]
+        parts |= problem.pop("$defs", {})
+        parts["Problem"] = problem
+        app.openapi_schema = schema
+    return app.openapi_schema

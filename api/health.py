@@ -1,0 +1,48 @@
+"""The endpoints for machines that watch: alive, ready, measured."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from sqlalchemy.exc import SQLAlchemyError
+
+from api import db, queue
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/livez")
+async def livez() -> dict[str, str]:
+    """Say that the process answers. It asks nobody else."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses={503: {"description": "Not ready to serve"}})
+def readyz(response: Response) -> dict[str, Any]:
+    """Say whether requests can be served: the database is there and migrated.
+
+    A broker that is away degrades and does not stop the service: jobs are kept.
+    """
+    database = _database()
+    broker = "ok" if queue.reachable() else "unreachable"
+    if database != "ok":
+        response.status_code = 503
+        status = "not_ready"
+    else:
+        status = "ok" if broker == "ok" else "degraded"
+    return {"status": status, "checks": {"database": database, "broker": broker}}
+
+
+@router.get("/metrics", response_class=Response)
+def metrics(request: Request) -> Response:
+    """Return the metrics for Prometheus."""
+    text = request.app.state.metrics.render()
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _database() -> str:
+    try:
+        with db.reading() as session:
+            revision = db.revision(session)
+    except SQLAlchemyError:
+        return "unreachable or not migrated"
+    return "ok" if revision == db.head() else "not migrated"

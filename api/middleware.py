@@ -1,0 +1,115 @@
+"""What surrounds every request: an id, a log line, a time, a limit, an answer.
+
+Plain ASGI, so that streams pass through untouched.
+"""
+
+import re
+import time
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api import ids, problems
+from api.errors import APIError, BodyTooLarge
+from api.metrics import Metrics
+
+REQUEST_ID = re.compile(r"[a-zA-Z0-9._-]{1,128}")
+QUIET = frozenset({"/livez", "/readyz", "/metrics"})  # asked all day long
+
+log = structlog.get_logger()
+
+
+class Envelope:
+    """Give each request an id and each answer a time, also where everything fails."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else ids.new("req")
+        scope.setdefault("state", {})["request_id"] = request_id
+        sent = _Sent(send, request_id)
+        began = time.perf_counter()
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self.app(scope, receive, sent)
+            except Exception:
+                log.exception("request_failed", path=scope["path"])
+                if sent.status:
+                    raise  # half an answer is out: only a broken connection tells
+                detail = "something is wrong on our side; the log has it by this id"
+                answer = problems.response(scope["path"], request_id, APIError(detail))
+                await answer(scope, receive, sent)
+            finally:
+                self._note(scope, sent.status, time.perf_counter() - began)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "unmatched")
+        self.metrics.note_request(route, scope["method"], status, seconds)
+        if scope["path"] not in QUIET:
+            log.info(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                duration_s=round(seconds, 4),
+            )
+
+
+class _Sent:
+    """Send, with the id as a header, and remember the status; 0: nothing yet."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self.send = send
+        self.request_id = request_id
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = self.request_id
+            headers.setdefault("X-Content-Type-Options", "nosniff")
+            headers.setdefault("Cache-Control", "no-store")
+        await self.send(message)
+
+
+class BodyLimit:
+    """Refuse a body by its length, or, where it comes in chunks, by counting."""
+
+    def __init__(self, app: ASGIApp, limits: dict[str, int]) -> None:
+        """Take limits in bytes by path prefix; the longest prefix that fits counts."""
+        self.app = app
+        self.limits = sorted(limits.items(), key=lambda item: -len(item[0]))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Raises BodyTooLarge where the body is read."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        limit = next(n for prefix, n in self.limits if scope["path"].startswith(prefix))
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            refusal = BodyTooLarge(limit)
+            request_id = scope["state"]["request_id"]
+            answer = problems.response(scope["path"], request_id, refusal)
+            await answer(scope, receive, send)
+            return
+        seen = 0
+
+        async def count() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > limit:
+                raise BodyTooLarge(limit)
+            return message
+
+        await self.app(scope, count, send)

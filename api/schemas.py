@@ -1,0 +1,182 @@
+"""The JSON that comes in. Every field is bounded, and unknown ones are refused.
+
+A string or a number is short for the object that it would be the first field of:
+`"model": "m"` is `"model": {"id": "m"}`.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, LiteralString, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+NAME_PATTERN = r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$"
+MAX_SLA_S = 3600.0
+MAX_TOKENS = 131_072
+
+Word = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+FolderPath = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+SlaSeconds = Annotated[float, Field(gt=0, le=MAX_SLA_S, allow_inf_nan=False)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+DataTokens = Annotated[int, Field(ge=64, le=262_144)]
+
+
+class Body(BaseModel):
+    """What every body has in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _one_of(first: object, second: object, names: LiteralString) -> None:
+    if (first is None) == (second is None):
+        raise PydanticCustomError("one_of", f"give exactly one of {names}")
+
+
+class ModelRef(Body):
+    """A registered model by its name, or a folder under an allowed root."""
+
+    id: Word | None = None
+    path: FolderPath | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _one_of(self.id, self.path, "id and path")
+        return self
+
+
+class HardwareRef(Body):
+    """A device of the catalog, or `local`: the worker's own."""
+
+    id: Word
+
+
+class Sla(Body):
+    """Limits in seconds; one of them at least."""
+
+    per_token_s: SlaSeconds | None = None
+    first_token_s: SlaSeconds | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if self.per_token_s is None and self.first_token_s is None:
+            raise PydanticCustomError("empty_sla", "give per_token_s or first_token_s")
+        return self
+
+
+class TaskRef(Body):
+    """What the model is for; it decides the default workload."""
+
+    type: Word
+
+
+class WorkloadBody(Body):
+    """How the model will be served. What is left out follows from the task."""
+
+    batch_size: Annotated[int, Field(ge=1, le=1024)] | None = None
+    prompt_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+
+
+class DataRef(Body):
+    """A built-in distribution or an uploaded dataset, and how much of it to use."""
+
+    name: Word | None = None
+    dataset_id: Word | None = None
+    calibration_tokens: DataTokens = 2048
+    validation_tokens: DataTokens = 2048
+    sequence_tokens: Annotated[int, Field(ge=32, le=8192)] = 256
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _one_of(self.name, self.dataset_id, "name and dataset_id")
+        if self.sequence_tokens > min(self.calibration_tokens, self.validation_tokens):
+            raise PydanticCustomError(
+                "too_long",
+                "sequence_tokens must not exceed calibration_tokens or validation_tokens",
+            )
+        return self
+
+
+class Search(Body):
+    """What the search may choose from."""
+
+    formats: Annotated[list[Word], Field(min_length=1, max_length=16)] | None = None
+    engine: Word | None = None
+
+
+def _short(field: str, *kinds: type) -> Callable[[Any], Any]:
+    def widen(value: Any) -> Any:
+        plain = isinstance(value, kinds) and not isinstance(value, bool)
+        return {field: value} if plain else value
+
+    return widen
+
+
+Model = Annotated[
+    ModelRef, BeforeValidator(_short("id", str), json_schema_input_type=str | ModelRef)
+]
+Hardware = Annotated[
+    HardwareRef,
+    BeforeValidator(_short("id", str), json_schema_input_type=str | HardwareRef),
+]
+LatencySla = Annotated[
+    Sla,
+    BeforeValidator(
+        _short("per_token_s", int, float), json_schema_input_type=float | Sla
+    ),
+]
+Task = Annotated[
+    TaskRef, BeforeValidator(_short("type", str), json_schema_input_type=str | TaskRef)
+]
+DataDistribution = Annotated[
+    DataRef, BeforeValidator(_short("name", str), json_schema_input_type=str | DataRef)
+]
+MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+
+
+class OptimizeRequest(Body):
+    """Body of POST /v1/optimize. Only `model` and `hardware` are required."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m",
+                    "hardware": "h100",
+                    "latency_sla": 0.02,
+                    "task": "chat",
+                    "data_distribution": "web_text",
+                }
+            ]
+        }
+    )
+
+    model: Model
+    hardware: Hardware
+    latency_sla: LatencySla | None = None
+    workload: WorkloadBody = Field(default_factory=WorkloadBody)
+    task: Task = TaskRef(type="chat")
+    data_distribution: DataDistribution = DataRef(name="web_text")
+    search: Search = Search()
+    engine: Word | None = None
+    max_memory_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(
+        default_factory=dict
+    )
+
+
+class ModelRequest(Body):
+    """Body of POST /v1/models: a folder under an allowed root, and its name."""
+
+    name: Name
+    path: FolderPath

@@ -1,0 +1,98 @@
+"""JSON that any two readers read alike, or a problem that says why not.
+
+The standard parser takes the last of two equal keys, half of a surrogate pair, and
+any depth until the stack ends. All of it is refused here, before validation.
+NaN and Infinity pass, so that validation can name the field they stand in.
+"""
+
+import json
+import re
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from api.errors import MalformedJson, UnsupportedMediaType
+
+MAX_DEPTH = 16  # our own bodies have 3
+FORBIDDEN = re.compile("[\x00\ud800-\udfff]")  # PostgreSQL and UTF-8 cannot hold them
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class StrictRoute(APIRoute):
+    """A route whose JSON body is read strictly."""
+
+    def get_route_handler(self) -> Endpoint:
+        """Check the body, then go on as usual."""
+        usual = super().get_route_handler()
+        if self.body_field is None:
+            return usual
+
+        async def strict(request: Request) -> Response:
+            body = await request.body()
+            if body:
+                require_json(request.headers.get("content-type", ""))
+                parse(body)
+            return await usual(request)
+
+        return strict
+
+
+def require_json(content_type: str) -> None:
+    """Raise UnsupportedMediaType unless the header says JSON."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaType(
+            f"send 'Content-Type: application/json', not {media_type[:80]!r}"
+        )
+
+
+def parse(body: bytes) -> Any:
+    """Return the JSON value of `body`. Raises MalformedJson."""
+    try:
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise MalformedJson(f"the body is not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise MalformedJson(f"not JSON: {error.msg} at {where}") from None
+    except RecursionError:
+        raise MalformedJson("nested too deeply") from None
+    except ValueError as error:  # an integer with thousands of digits
+        raise MalformedJson(f"not JSON that can be read: {error}") from None
+    _check(value)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise MalformedJson(f"the key {twice[:80]!r} is there twice")
+    return found
+
+
+def _check(value: Any) -> None:
+    """Refuse depth and text that the rest of the service cannot hold."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        texts = [t for item in level for t in _texts(item)]
+        if any(FORBIDDEN.search(text) for text in texts):
+            raise MalformedJson("a string has a NUL or half of a surrogate pair")
+        level = [inner for item in level for inner in _inner(item)]
+        if not level:
+            return
+    raise MalformedJson(f"nested more than {MAX_DEPTH} levels deep")
+
+
+def _texts(item: Any) -> Iterable[str]:
+    return item if isinstance(item, dict) else [item] if isinstance(item, str) else []
+
+
+def _inner(item: Any) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return item.values()
+    return item if isinstance(item, list) else []

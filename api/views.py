@@ -1,0 +1,257 @@
+"""The JSON that goes out: rows, as their owner sees them."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel
+
+from api.models import FINAL, Artifact, Dataset, Job, JobEvent, RegisteredModel, Status
+from optimizer.datasets import Distribution
+from optimizer.formats import Format
+from optimizer.hardware import Device
+
+Json = dict[str, Any]
+
+POLL_AFTER_S = 2  # a job's percent moves about this often
+SERVER_PATHS = ("model_path", "dataset_path")  # the caller's business are names
+
+
+class Progress(BaseModel):
+    """How far a job got; 100 percent is for final states."""
+
+    percent: float
+    eta_seconds: float | None
+
+
+class Timestamps(BaseModel):
+    """When a job changed its state, in UTC."""
+
+    created_at: datetime
+    queued_at: datetime
+    started_at: datetime | None
+    finalizing_at: datetime | None
+    cancel_requested_at: datetime | None
+    finished_at: datetime | None
+    expires_at: datetime
+
+
+class Durations(BaseModel):
+    """How long a job waited for its first worker, and ran in all."""
+
+    queued_seconds: float | None
+    running_seconds: float | None
+
+
+class ListedJob(BaseModel):
+    """A job as lists show it: without its result."""
+
+    id: str
+    object: str = "job"
+    status: Status
+    phase: str | None
+    outcome: str | None
+    attempt: int
+    progress: Progress
+    poll_after_seconds: int | None
+    timestamps: Timestamps
+    durations: Durations
+    error: Json | None
+    request: Json
+    links: dict[str, str]
+    metadata: dict[str, str]
+
+
+class JobView(ListedJob):
+    """A job. `result` is there once it succeeded."""
+
+    result: Json | None
+
+
+class JobPage(BaseModel):
+    """Some jobs, the newest first; `next_cursor` is the next page's `after`."""
+
+    object: str = "list"
+    data: list[ListedJob]
+    has_more: bool
+    next_cursor: str | None
+
+
+def job(row: Job) -> JobView:
+    """Return a job with its result."""
+    return JobView(**_job_fields(row), result=_result(row))
+
+
+def listed_job(row: Job) -> ListedJob:
+    """Return a job without its result."""
+    return ListedJob(**_job_fields(row))
+
+
+def _job_fields(row: Job) -> Json:
+    final = row.status in FINAL
+    return {
+        "id": row.id,
+        "status": row.status,
+        "phase": row.phase,
+        "outcome": row.outcome,
+        "attempt": row.attempt,
+        "progress": Progress(percent=round(row.percent, 1), eta_seconds=row.eta_s),
+        "poll_after_seconds": None if final else POLL_AFTER_S,
+        "timestamps": Timestamps.model_validate(row, from_attributes=True),
+        "durations": _durations(row),
+        "error": row.error,
+        "request": {k: v for k, v in row.spec.items() if k not in SERVER_PATHS},
+        "links": _links(row),
+        "metadata": row.body.get("metadata", {}),
+    }
+
+
+def _durations(row: Job) -> Durations:
+    return Durations(
+        queued_seconds=_seconds(row.created_at, row.started_at),
+        running_seconds=_seconds(row.started_at, row.finished_at),
+    )
+
+
+def _seconds(since: datetime | None, until: datetime | None) -> float | None:
+    return None if since is None or until is None else (until - since).total_seconds()
+
+
+def _links(row: Job) -> dict[str, str]:
+    base = f"/v1/jobs/{row.id}"
+    links = {"self": base, "events": f"{base}/events", "cancel": f"{base}/cancel"}
+    if row.status is Status.SUCCEEDED:
+        links |= {n: f"{base}/{n}" for n in ("report", "stack", "front", "artifacts")}
+    return links
+
+
+def _result(row: Job) -> Json | None:
+    if row.status is not Status.SUCCEEDED:
+        return None
+    report = f"/v1/jobs/{row.id}/report?format="
+    links = {"json": f"{report}json", "html": f"{report}html"}
+    return {**(row.summary or {}), "outcome": row.outcome, "report": links}
+
+
+def event(row: JobEvent) -> Json:
+    """Return an event; its id is the same however it is read."""
+    return {
+        "id": f"evt_{row.job_id.removeprefix('job_')}_{row.seq}",
+        "seq": row.seq,
+        "type": row.type,
+        "timestamp": row.at.isoformat().replace("+00:00", "Z"),
+        "data": {"job_id": row.job_id, **row.details},
+    }
+
+
+def artifact(row: Artifact) -> Json:
+    """Return what an artifact is and where its bytes are."""
+    return {
+        "name": row.name,
+        "bytes": row.bytes,
+        "sha256": row.sha256,
+        "media_type": row.media_type,
+        "created_at": row.created_at,
+        "links": {"self": f"/v1/jobs/{row.job_id}/artifacts/{row.name}"},
+    }
+
+
+def stack(job_id: str, report: Json) -> Json:
+    """Return the chosen stack: by component, by layer and by site."""
+    kept = ("site", "component", "layer", "choice", "kl_nats", "reason")
+    return {
+        "object": "stack",
+        "job_id": job_id,
+        "chosen": report["verdict"]["chosen"],
+        "precision_stack": report["precision_stack"],
+        "components": report["components"],
+        "layers": report["layers"],
+        "sites": [{k: site[k] for k in kept} for site in report["sites"]],
+    }
+
+
+def front(job_id: str, report: Json) -> Json:
+    """Return every point of the front, each with its whole stack."""
+    return {
+        "object": "front",
+        "job_id": job_id,
+        "chosen": report["verdict"]["chosen"],
+        "data": report["front"],
+    }
+
+
+def device(found: Device) -> Json:
+    """Return a device, in SI units."""
+    return {
+        "id": found.id,
+        "object": "hardware",
+        "name": found.name,
+        "arch": found.arch,
+        "compute_capability": found.compute_capability,
+        "peak_flops": dict(found.peak_flops),
+        "bandwidth_bytes_s": found.bandwidth_bytes_s,
+        "memory_bytes": found.memory_bytes,
+        "native_formats": sorted(found.native),
+        "notes": list(found.notes),
+        "sources": list(found.sources),
+    }
+
+
+def number_format(found: Format, searchable: bool) -> Json:
+    """Return a format; `searchable`: a request may name it in `search.formats`."""
+    return {
+        "id": found.name,
+        "object": "format",
+        "bits": found.bits,
+        "exponent_bits": found.exponent_bits,
+        "mantissa_bits": found.mantissa_bits,
+        "max": found.max,
+        "smallest_normal": found.smallest_normal,
+        "smallest_subnormal": found.smallest_subnormal,
+        "searchable": searchable,
+    }
+
+
+def model(row: RegisteredModel) -> Json:
+    """Return a registered model."""
+    return {
+        "id": row.name,
+        "object": "model",
+        "shared": row.tenant_id is None,
+        "sha256": row.sha256,
+        "architecture": row.architecture,
+        "parameters": row.parameters,
+        "stored_bytes": row.stored_bytes,
+        "dtypes": row.dtypes,
+        "created_at": row.created_at,
+    }
+
+
+def dataset(row: Dataset) -> Json:
+    """Return an uploaded dataset."""
+    return {
+        "id": row.name,
+        "object": "dataset",
+        "built_in": False,
+        "sha256": row.sha256,
+        "samples": row.samples,
+        "bytes": row.bytes,
+        "created_at": row.created_at,
+    }
+
+
+def distribution(found: Distribution) -> Json:
+    """Return a built-in data distribution."""
+    return {
+        "id": found.name,
+        "object": "dataset",
+        "built_in": True,
+        "title": found.title,
+        "origin": found.origin,
+        "licence": found.licence,
+    }
+
+
+def whole_list(rows: Sequence[Mapping[str, Any]]) -> Json:
+    """Return a list that has one page."""
+    return {"object": "list", "data": rows, "has_more": False, "next_cursor": None}
