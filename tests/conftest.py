@@ -6,9 +6,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from fastapi.testclient import TestClient
 from sqlalchemy import URL, create_engine, make_url, text
 
 from api import auth, db, queue, settings
+from api.app import create_app
 
 
 def _forget() -> None:
@@ -41,20 +43,36 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[URL]:
     started.cleanup()
 
 
+@pytest.fixture(scope="session")
+def postgres_template(postgres_url: URL) -> str:
+    """Migrate one database; each test gets a copy, which is faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        rendered = postgres_url.render_as_string(hide_password=False)
+        patch.setenv("PRECISION_DATABASE_URL", rendered)
+        _forget()
+        db.migrate()
+        _forget()
+    return str(postgres_url.database)
+
+
 @pytest.fixture
 def postgres(
-    data_dir: Path, postgres_url: URL, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path,
+    postgres_url: URL,
+    postgres_template: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[URL]:
     """Give a fresh, migrated PostgreSQL database."""
     name = f"test_{uuid4().hex}"
-    admin = create_engine(postgres_url, isolation_level="AUTOCOMMIT")
+    admin_url = postgres_url.set(database="template1")
+    admin = create_engine(admin_url, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
+        copy = f"CREATE DATABASE {name} TEMPLATE {postgres_template}"
+        connection.execute(text(copy))
     url = postgres_url.set(database=name)
     rendered = url.render_as_string(hide_password=False)
     monkeypatch.setenv("PRECISION_DATABASE_URL", rendered)
     _forget()
-    db.migrate()
     yield url
     db.close()
     with admin.connect() as connection:
@@ -87,7 +105,25 @@ def bells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
+def client(sqlite: Path, bells: list[str], key: str) -> Iterator[TestClient]:
+    """The API, asked by the tenant `acme`."""
+    headers = {"Authorization": f"Bearer {key}"}
+    with TestClient(create_app(), headers=headers) as client:
+        yield client
+
+
+@pytest.fixture
 def key(sqlite: Path) -> str:
     """An API key of the tenant `acme`."""
     with db.transaction() as session:
         return auth.create_key(session, "acme", "test")
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Give the demo model's folder, kept between sessions where it was made once."""
+    from workers import demo
+
+    repository = Path(__file__).parent.parent
+    cache = Path(os.environ.get("PRECISION_DATA_DIR", repository / "var"))
+    return demo.demo_model(cache)
