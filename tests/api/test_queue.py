@@ -1,0 +1,27 @@
+import time
+
+import pytest
+
+from api import queue, settings
+
+pytestmark = pytest.mark.usefixtures("data_dir")
+
+
+def test_the_message_is_a_name_and_an_id() -> None:
+    queue.ring("job_1")
+    with queue.producer().connection_for_read() as connection:
+        message = connection.SimpleQueue("celery").get(timeout=1)
+    assert message.headers["task"] == queue.RUN_JOB
+    assert message.payload[0] == ["job_1"]
+
+
+def test_a_broker_that_is_away_costs_little_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PRECISION_BROKER_URL", "redis://:secret@127.0.0.1:1/0")
+    settings.settings.cache_clear()
+    queue.producer.cache_clear()
+    began = time.monotonic()
+    queue.ring("job_1")
+    assert not queue.reachable()
+    assert time.monotonic() - began < 4 * queue.PATIENCE_S

@@ -1,0 +1,48 @@
+"""Migrations and models agree, on SQLite and on PostgreSQL."""
+
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import inspect, text
+
+from api import db
+from api.models import Base
+
+
+def test_models_and_migrations_agree(database: str) -> None:
+    with db.engine().connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_up_down_up(database: str) -> None:
+    with db.reading() as session:
+        assert db.revision(session) == db.head()
+    command.downgrade(db.alembic_config(), "base")
+    assert inspect(db.engine()).get_table_names() == ["alembic_version"]
+    db.migrate()
+    assert set(inspect(db.engine()).get_table_names()) > set(Base.metadata.tables)
+
+
+def test_a_second_migration_has_nothing_to_do(database: str) -> None:
+    db.migrate()
+    with db.reading() as session:
+        assert db.revision(session) == db.head()
+
+
+def test_sqlite_is_set_up_for_many_processes(sqlite: Path) -> None:
+    with db.reading() as session:
+        assert session.scalar(text("PRAGMA journal_mode")) == "wal"
+        assert session.scalar(text("PRAGMA foreign_keys")) == 1
+        assert session.scalar(text("PRAGMA busy_timeout")) == db.BUSY_TIMEOUT_MS
+
+
+def test_a_failed_migration_leaves_nothing_behind(data_dir: Path) -> None:
+    with db.transaction() as session:
+        session.execute(text("CREATE TABLE job_events (x INTEGER)"))  # in the way
+    with pytest.raises(Exception, match="job_events"):
+        db.migrate()
+    assert inspect(db.engine()).get_table_names() == ["job_events"]
