@@ -1,0 +1,248 @@
+"""The validation report: one HTML file that tells a reviewer what was measured.
+
+`render_html` cleans the document (no control characters, no text that turns the
+reading direction), derives what the pages show (plot, heat map, groups), and fills
+the template. Same document, same bytes. No torch, no network, no script.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from jinja2 import (
+    ChainableUndefined,
+    Environment,
+    FunctionLoader,
+    Template,
+    Undefined,
+)
+
+from optimizer import plot, report_sites, units
+from optimizer.report_sites import Json, in_order, letter, tally
+
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
+_LATENCIES = ("per_token_s", "first_token_s")
+_UNIFORM = ("all_bf16", "all_e4m3")  # all fp32 would stretch the plot for nothing
+
+
+def render_html(document: Json) -> str:
+    """Return the report of a "precision.report/1" document as one HTML file.
+
+    Any field may be missing or null and is then shown as "—".
+    """
+    return _template().render(view(document))
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FunctionLoader(_read),
+        autoescape=True,
+        undefined=ChainableUndefined,
+        finalize=_or_missing,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for name in ("nats", "seconds", "size", "share", "count", "significant", "bounds"):
+        environment.filters[name] = getattr(units, name)
+    environment.filters["letter"] = letter
+    environment.globals.update(
+        change=units.change,
+        ratio=units.ratio,
+        heat_steps=report_sites.HEAT_STEPS,
+        geometry=plot,
+    )
+    return environment.get_template("report.html.j2")
+
+
+def _read(name: str) -> str:
+    return resources.files("optimizer").joinpath("data", name).read_text("utf-8")
+
+
+def _or_missing(value: object) -> object:
+    if value is None or isinstance(value, Undefined):
+        return units.MISSING
+    return units.significant(value) if value in (math.inf, -math.inf) else value
+
+
+def view(document: Json) -> Json:
+    """Return everything the template reads: the clean document and what follows."""
+    d = _clean(document)
+    sites = report_sites.named(_rows(d, "sites"))
+    confidence = _at(d, "validation", "bootstrap", "confidence")
+    front = _front_rows(d)
+    stacks = {s.get("id"): s for s in _rows(d, "validation", "stacks")}
+    chosen = _chosen(front) or stacks.get("chosen", {})
+    return {
+        "d": d,
+        "sla_s": _at(d, "verdict", "sla", "per_token_s"),
+        "front": front,
+        "chosen": chosen,
+        "chosen_measured": stacks.get("chosen") or chosen.get("measured"),
+        "all_bf16": stacks.get("all_bf16"),
+        "memory_of": {r.get("id"): r.get("memory_bytes") for r in front},
+        "components": _component_rows(d),
+        "plot": plot.plot(_points(d, front), _at(d, "verdict", "sla", "per_token_s")),
+        "heat": report_sites.heat(sites),
+        "reasons": report_sites.reasons(sites),
+        "sensitivities": report_sites.sensitivities(sites),
+        "versions": _versions(_at(d, "provenance", "versions") or {}),
+        "confidence": units.share(confidence, 2),
+        "basis": _at(d, "hardware", "basis") or "unlabelled",
+    }
+
+
+def _clean(value: Any) -> Any:
+    """Make characters visible that would hide or turn the text around them."""
+    if isinstance(value, str):
+        return _UNSAFE.sub(lambda m: f"⟨U+{ord(m[0]):04X}⟩", value)
+    if isinstance(value, Mapping):
+        return {_clean(k): _clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(v) for v in value]
+    return None if value != value else value  # NaN: not a figure
+
+
+def _at(d: Any, *path: str) -> Any:
+    for key in path:
+        d = d.get(key) if isinstance(d, Mapping) else None
+    return d
+
+
+def _rows(d: Any, *path: str) -> list[Json]:
+    rows = _at(d, *path)
+    return [r for r in rows if isinstance(r, dict)] if isinstance(rows, list) else []
+
+
+# Front -----------------------------------------------------------------------
+
+
+def _front_rows(d: Json) -> list[Json]:
+    """Return the front by latency, each point with what was measured of it."""
+    measured = {s.get("front_id"): s for s in _rows(d, "validation", "stacks")}
+    rows = [
+        {
+            **p,
+            "measured": measured.get(p.get("id")) if p.get("id") else None,
+            "chosen": p.get("id") is not None
+            and p.get("id") == _at(d, "verdict", "chosen"),
+            "meets_sla": _meets(p, _at(d, "verdict", "sla") or {}),
+            "by_component": _by_component(p.get("stack") or {}),
+        }
+        for p in _rows(d, "front")
+    ]
+    return sorted(rows, key=lambda r: units.number(r.get("per_token_s")) or 0.0)
+
+
+def _meets(point: Json, sla: Mapping[str, Any]) -> str:
+    limits = {k: v for k in _LATENCIES if (v := units.number(sla.get(k))) is not None}
+    if not limits:
+        return "no SLA"
+    takes = {k: units.number(point.get(k)) for k in limits}
+    if None in takes.values():
+        return units.MISSING
+    return "yes" if all(t <= limits[k] for k, t in takes.items() if t) else "no"
+
+
+def _chosen(front: Sequence[Json]) -> Json:
+    return next((r for r in front if r["chosen"]), {})
+
+
+def _by_component(stack: Mapping[str, str]) -> dict[str, str]:
+    """Return {component: "20 × fp8_e4m3, 10 × bf16"}, in the order of the model."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for site, choice in stack.items():
+        counts[site.rsplit(".", 1)[-1]][choice or units.MISSING] += 1
+    return {c: tally(counts[c]) for c in in_order(counts)}
+
+
+def _points(d: Json, front: Sequence[Json]) -> list[plot.Point]:
+    rows = {r["id"]: r for r in front if r.get("measured")}
+    drawn = [_point("predicted", r, r) for r in front]
+    for stack in _rows(d, "validation", "stacks"):
+        if stack.get("id") in _UNIFORM:  # even where the front has it, too
+            drawn.append(_point("uniform", stack, {}))
+        elif stack.get("front_id") in rows:
+            drawn.append(_point("measured", stack, rows[stack["front_id"]]))
+    return _ring_once([p for p in drawn if p])
+
+
+def _ring_once(points: list[plot.Point]) -> list[plot.Point]:
+    """Ring the chosen stack where it was measured, else where it was predicted."""
+    last = max((i for i, p in enumerate(points) if p.chosen), default=None)
+    return [
+        p if i == last or not p.chosen else replace(p, chosen=False, label="")
+        for i, p in enumerate(points)
+    ]
+
+
+def _point(kind: str, source: Json, row: Json) -> plot.Point | None:
+    """Return what to draw of a front row or of a validated stack. None: no figures."""
+    kl = source.get("kl_nats")
+    interval = kl if isinstance(kl, dict) else {"value": kl}
+    x, y = units.number(source.get("per_token_s")), units.number(interval.get("value"))
+    if x is None or y is None:
+        return None
+    chosen = bool(row.get("chosen"))
+    name = str(row.get("id") or source.get("label") or source.get("id") or "—")
+    memory = row.get("memory_bytes") or source.get("memory_bytes")
+    return plot.Point(
+        kind=kind,
+        per_token_s=x,
+        kl_nats=y,
+        memory_bytes=units.number(memory or source.get("bytes")),
+        title=_title(name, kind, source, interval, row),
+        label=f"chosen: {name}" if chosen else name if kind == "uniform" else "",
+        chosen=chosen,
+        low=units.number(interval.get("low")),
+        high=units.number(interval.get("high")),
+    )
+
+
+def _title(name: str, kind: str, source: Json, interval: Json, row: Json) -> str:
+    basis = "predicted" if kind == "predicted" else "measured"
+    kl = f"KL {units.nats(interval.get('value'))} {basis}"
+    if basis == "measured":
+        kl += f" (interval {units.bounds(interval)})"
+    lines = [f"{name}: {units.seconds(source.get('per_token_s'))} per token, {kl}"]
+    if row:
+        lines.append(
+            f"{units.size(row.get('memory_bytes'))} memory, "
+            f"{units.share(row.get('fp8_share'))} of the weights in FP8"
+        )
+    lines += [f"{c}: {text}" for c, text in (row.get("by_component") or {}).items()]
+    return "\n".join(lines)
+
+
+# Components ------------------------------------------------------------------
+
+
+def _component_rows(d: Json) -> list[Json]:
+    rows = _rows(d, "components")
+    total = sum(max(units.number(r.get("kl_nats")) or 0.0, 0.0) for r in rows)
+    return [
+        {
+            **r,
+            "got": tally(r.get("choices") or {}),
+            "kl_share": _part(units.number(r.get("kl_nats")), total),
+        }
+        for r in rows
+    ]
+
+
+def _part(value: float | None, total: float) -> float | None:
+    if value is None or not 0 < total < math.inf:
+        return None
+    return max(value, 0.0) / total
+
+
+def _versions(versions: Mapping[str, Any]) -> str | None:
+    """{"torch": "2.13.0"} -> torch 2.13.0. None: none are recorded."""
+    return ", ".join(f"{k} {v or units.MISSING}" for k, v in versions.items()) or None

@@ -1,0 +1,379 @@
+"""What the report says is what the document holds."""
+
+import copy
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from optimizer.report import render_html
+from tests.optimizer.example_document import example_document
+
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+SIZE_LIMIT = 1_500_000  # bytes; a mail attachment that nobody notices
+
+
+class Page(HTMLParser):
+    """The page's sections, tables and attributes; refuses unbalanced tags."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.rows: dict[str, list[list[str]]] = {}
+        self.text: dict[str, str] = {}
+        self.section = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "section":
+            self.section = dict(attrs)["id"] or ""
+        if tag == "tr":
+            self.rows.setdefault(self.section, []).append([])
+        if tag in ("td", "th"):
+            self.rows[self.section][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            return
+        data = data.replace("\u00a0", " ")
+        self.text[self.section] = self.text.get(self.section, "") + data
+        if "tr" in self.open and ("td" in self.open or "th" in self.open):
+            self.rows[self.section][-1][-1] += data
+
+    def row(self, section: str, name: str) -> list[str]:
+        """The first row whose heading starts with `name`."""
+        rows = [[cell.strip() for cell in row] for row in self.rows[section]]
+        return next(r for r in rows if r and r[0].split()[:1] == [name])
+
+
+def three(x: float, digits: int = 3) -> str:
+    """Three digits by printf, the second opinion on `units.significant`."""
+    if x == 0:
+        return "0"
+    if abs(x) < 1e-4:
+        mantissa, exponent = f"{x:.{digits - 1}e}".split("e-")
+        return (
+            mantissa
+            + "×10⁻"
+            + str(int(exponent)).translate(
+                dict(zip(range(48, 58), "⁰¹²³⁴⁵⁶⁷⁸⁹", strict=True))
+            )
+        )
+    return f"{x:#.{digits}g}".rstrip(".")
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return example_document()
+
+
+@pytest.fixture(scope="module")
+def html(document: dict[str, Any]) -> str:
+    return render_html(document)
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
+
+
+def test_the_verdict_is_the_documents_own_sentence(
+    document: dict[str, Any], page: Page
+) -> None:
+    assert document["verdict"]["sentence"] in page.text["verdict"]
+    assert "SLA met" in page.text["verdict"]
+    assert "Emulated." in page.text["verdict"]
+
+
+def test_sections_come_in_the_order_in_which_a_reviewer_asks(html: str) -> None:
+    order = "asked verdict stack front validation heat reasons sensitivity latency limits coverage provenance"
+    assert re.findall(r'<section id="(\w+)"', html) == order.split()
+
+
+def test_each_component_shows_its_choice_counts_and_figures(
+    document: dict[str, Any], page: Page
+) -> None:
+    for c in document["components"]:
+        row = page.row("stack", c["component"])
+        assert row[1] == c["choice"]
+        assert all(f"{n} × {name}" in row[2] for name, n in c["choices"].items())
+        assert row[3] == three(c["kl_nats"])
+        assert row[5] == f"{three(c['per_token_s'] * 1e6)} µs"
+
+
+def test_each_point_of_the_front_is_in_the_table_and_in_the_plot(
+    document: dict[str, Any], html: str, page: Page
+) -> None:
+    for p in document["front"]:
+        row = page.row("front", p["id"])
+        assert row[1] == f"{three(p['per_token_s'] * 1e6)} µs"
+        assert row[3] == three(p["kl_nats"])
+        assert row[6] == f"{three(p['memory_bytes'] / 1e6)} MB"
+        meets = p["per_token_s"] <= document["verdict"]["sla"]["per_token_s"]
+        assert row[8] == ("yes" if meets else "no")
+        assert f"<title>{p['id']}: " in html
+    assert html.count('class="ring"') == 2  # the chosen one, and the legend's
+    assert f"chosen: {document['verdict']['chosen']}" in page.text["front"]
+
+
+def test_each_validated_stack_shows_prediction_measurement_and_intervals(
+    document: dict[str, Any], page: Page
+) -> None:
+    for s in document["validation"]["stacks"]:
+        rows = [r for r in page.rows["validation"] if r[0].startswith(s["label"])]
+        row = rows[0]
+        kl, perplexity = s["kl_nats"], s["perplexity"]
+        assert row[1] == three(s["predicted_kl_nats"])
+        assert row[2] == f"{three(kl['value'])}{three(kl['low'])} – {three(kl['high'])}"
+        assert row[4].startswith(three(perplexity["value"], 4))
+        assert (
+            f"{three(perplexity['low'], 4)} – {three(perplexity['high'], 4)}" in row[4]
+        )
+        assert row[6].startswith(three(100 * s["top1_agreement"]["value"]))
+        assert row[7:] == [
+            three(s["p99_token_kl_nats"]),
+            three(s["worst_token_kl_nats"]),
+        ]
+
+
+def test_the_heat_map_reads_without_color(document: dict[str, Any], page: Page) -> None:
+    letters = {"bf16": "b", "fp8_e4m3_token": "t", "fp8_e4m3_weight_only": "w"}
+    heads = next(r for r in page.rows["heat"] if r[0] == "layer")
+    for site in document["sites"]:
+        if site["layer"] is not None:
+            row = next(r for r in page.rows["heat"] if r[0] == str(site["layer"]))
+            assert row[heads.index(site["component"])][0] == letters[site["choice"]]
+    # layers.0.ffn_out stayed high: the least of its FP8 choices, in 10⁻³ nats
+    site = next(s for s in document["sites"] if s["site"] == "layers.0.ffn_out")
+    least = min(a["kl_nats"] for a in site["alternatives"] if "fp8" in a["choice"])
+    first = next(r for r in page.rows["heat"] if r[0] == "0")
+    assert first[heads.index("ffn_out")] == "b" + three(least * 1e3, 2)
+
+
+def test_reasons_that_differ_only_in_figures_are_one_group(
+    document: dict[str, Any], html: str, page: Page
+) -> None:
+    high = [s for s in document["sites"] if s["reason"]]
+    counts = re.findall(r"<summary><strong>(\d+)</strong> sites?:", html)
+    assert sum(map(int, counts)) == len(high)
+    assert len(counts) < 8
+    assert all(s["reason"] in page.text["reasons"] for s in high)
+
+
+def test_each_site_shows_the_nats_of_each_choice(
+    document: dict[str, Any], page: Page
+) -> None:
+    for site in document["sites"][::17]:
+        row = next(
+            r
+            for r in page.rows["sensitivity"]
+            if r[0] == site["site"] and len(r) == 1 + len(site["alternatives"])
+        )
+        for cell, a in zip(row[1:], site["alternatives"], strict=True):
+            assert ("refused" in cell) == bool(a["refused"])
+            assert a["kl_nats"] is None or three(a["kl_nats"]) in cell
+
+
+def test_other_data_is_shown_with_its_ratio(
+    document: dict[str, Any], page: Page
+) -> None:
+    assert "On other data: code" in page.text["sensitivity"]
+    c = document["contrast"]["components"][0]
+    row = next(
+        r
+        for r in page.rows["sensitivity"]
+        if r[0] == c["component"] and r[1] == "fp8_e4m3" and len(r) == 5
+    )
+    assert row[4] == three(c["contrast_kl_nats"] / c["kl_nats"]) + "×"
+
+
+def test_every_latency_carries_its_basis(document: dict[str, Any], page: Page) -> None:
+    stacks = page.rows["latency"][1 : 1 + len(document["validation"]["stacks"])]
+    for row in stacks:
+        assert all(cell.endswith("modelled") for cell in row[1:5])
+    measured = copy.deepcopy(document)
+    measured["hardware"]["basis"] = "measured"
+    rows = Page(render_html(measured)).rows["latency"]
+    assert all(cell.endswith("measured") for cell in rows[1][1:4])
+
+
+def test_provenance_names_data_model_seed_and_the_command(
+    document: dict[str, Any], page: Page
+) -> None:
+    text = page.text["provenance"]
+    for part in (
+        document["model"]["sha256"],
+        document["data"]["sha256"],
+        document["data"]["licence"],
+        document["provenance"]["reproduce"],
+        "torch 2.13.0",
+        "134,515,008",
+    ):
+        assert part in text
+    assert document["request"]["model_path"] not in text  # a path of the workers' own
+
+
+def test_the_page_is_one_file_that_loads_nothing(html: str, page: Page) -> None:
+    assert "<script" not in html
+    assert "default-src &#39;none&#39;" in html or "default-src 'none'" in html
+    assert not re.search(r"url\(|@import", html)
+    for tag, name, value in page.attributes:
+        assert name != "src"
+        if name in ("href", "xlink:href", "data", "action"):
+            assert value.startswith(("#", "data:,")), (tag, value)
+        assert not name.startswith("on")
+    ids = {value for _, name, value in page.attributes if name == "id"}
+    links = {v[1:] for _, name, v in page.attributes if name == "href" and v[0] == "#"}
+    assert links <= ids
+
+
+def test_the_largest_open_model_fits_the_size_limit() -> None:
+    # 126 layers: Llama 3.1 405B; half the limit is left for longer names
+    assert len(render_html(example_document(layers=126)).encode()) < SIZE_LIMIT
+
+
+@pytest.mark.slow
+def test_same_document_same_bytes_whatever_the_hash_seed(html: str) -> None:
+    code = (
+        "import hashlib; from optimizer.report import render_html;"
+        "from tests.optimizer.example_document import example_document;"
+        "print(hashlib.sha256(render_html(example_document()).encode()).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+    assert render_html(example_document()) == html
+
+
+def test_rendering_leaves_the_document_alone(document: dict[str, Any]) -> None:
+    before = copy.deepcopy(document)
+    render_html(document)
+    assert document == before
+
+
+HOSTILE = "<script>alert(1)</script>\"'&\u202egnp.exe\u2066\x00\ud800"
+
+
+def test_hostile_names_show_as_text_and_turn_nothing_around() -> None:
+    document = example_document(layers=2)
+    document["model"]["name"] = document["request"]["model"] = HOSTILE
+    document["data"]["distribution"] = document["contrast"]["distribution"] = HOSTILE
+    document["model"]["unrecognized"][0]["module"] = HOSTILE
+    document["sites"][1]["reason"] = HOSTILE
+    document["sites"][1]["choice"] = "bf16"
+    document["sites"][2]["site"] = HOSTILE
+    document["front"][0]["stack"] = {HOSTILE: HOSTILE}
+    document["verdict"]["sentence"] = document["verdict"]["outcome"] = HOSTILE
+    document["provenance"]["versions"] = {HOSTILE: HOSTILE}
+    html = render_html(document)
+    page = Page(html)
+    assert "<script" not in html
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\x00\ud800]", html)
+    assert "<script>alert(1)</script>\"'&⟨U+202E⟩gnp.exe" in page.text["coverage"]
+    html.encode()  # no lone surrogate is left
+
+
+def emptied(value: Any, to: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: emptied(v, to) for k, v in value.items()}
+    if isinstance(value, list):
+        return [emptied(v, to) for v in value]
+    return (
+        to if isinstance(value, int | float) and not isinstance(value, bool) else value
+    )
+
+
+def holes(value: Any) -> Iterator[str]:
+    """Set each field to None, one after the other; remove those that hold others."""
+    items = list(value.items() if isinstance(value, dict) else enumerate(value))
+    for key, child in items:
+        value[key] = None
+        yield f"{key}=None"
+        if isinstance(value, dict) and isinstance(child, dict | list):
+            del value[key]
+            yield f"no {key}"
+        value[key] = child
+        if isinstance(child, dict | list):
+            yield from holes(child)
+
+
+def sound(html: str) -> None:
+    text = " ".join(Page(html).text.values())
+    assert not re.search(r"\b(None|nan|NaN|inf|Undefined|undefined)\b", text)
+
+
+@pytest.mark.slow
+def test_any_field_may_be_missing_or_null() -> None:
+    document = example_document(layers=1)
+    document["sites"] = document["sites"][2:3] + document["sites"][-1:]
+    for name in ("sites", "front", "components"):
+        del document[name][2:]
+    for site in document["sites"]:
+        del site["alternatives"][:-1]
+    for front in document["front"]:
+        front["stack"] = {"lm_head": "bf16"}
+    del document["validation"]["stacks"][2:], document["contrast"]["components"][1:]
+    for hole in holes(document):
+        try:
+            sound(render_html(document))
+        except Exception as error:
+            raise AssertionError(hole) from error
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, 0, -1.0])
+def test_no_figure_at_all_still_makes_a_page(value: object) -> None:
+    sound(render_html(emptied(example_document(layers=2), value)))
+
+
+def test_an_empty_document_makes_a_page() -> None:
+    sound(render_html({}))
+
+
+def test_an_sla_that_was_not_met_says_what_would() -> None:
+    document = example_document(layers=2)
+    document["verdict"] |= {
+        "outcome": "sla_not_met",
+        "sentence": "Nothing meets 1 µs.",
+        "would_meet": ["An SLA of 30 µs."],
+    }
+    text = Page(render_html(document)).text["verdict"]
+    assert "✗ SLA not met" in text
+    assert "An SLA of 30 µs." in text
+
+
+def test_without_sla_and_contrast_the_page_says_so() -> None:
+    document = example_document(layers=2)
+    document["contrast"] = None
+    document["verdict"]["sla"] = document["request"]["latency_sla"] = {
+        "per_token_s": None,
+        "first_token_s": None,
+    }
+    page = Page(render_html(document))
+    assert "On other data" not in page.text["sensitivity"]
+    assert page.row("front", "p0")[8] == "no SLA"
+    assert 'class="limit"' not in render_html(document)
