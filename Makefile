@@ -1,0 +1,55 @@
+# Needs Python 3.11 or newer with venv, and nothing else. `make help` prints every target.
+SHELL := /bin/bash
+PYTHON ?= python3
+DATA_DIR ?= var
+BIN := .venv/bin
+INSTALLED := .venv/installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo model serve test lint format bench clean
+
+help: ## Print every target
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  DATA_DIR=$(DATA_DIR) is where jobs, models and reports are kept"
+
+install: $(INSTALLED) ## Make .venv with everything that tests and benchmarks need
+
+# torch stands in the command itself: the range picks a CPU build where one lies at hand.
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q 'torch<2.14' -e '.[dev]'
+	touch $@
+
+model: install
+	$(BIN)/python -m workers.demo --data-dir $(DATA_DIR)
+
+demo: model ## Optimize a real model through the real service, and show what came out
+	$(BIN)/precision demo --data-dir $(DATA_DIR)
+
+serve: model ## Run the service until Ctrl-C; prints its address and the bearer key
+	$(BIN)/precision serve --data-dir $(DATA_DIR)
+
+test: lint model ## Run lint, types, import contracts and all tests
+	$(BIN)/python -m pytest -q
+
+lint: install ## Run format check, lint, types and import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## Format, and repair what lint can repair
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install ## List the benchmarks; `make bench NAME=sweep` runs one
+ifdef NAME
+	$(BIN)/python -m tests.bench.$(NAME)
+else
+	@ls tests/bench | sed -n 's/^\([a-z][a-z_]*\)\.py$$/  make bench NAME=\1/p'
+endif
+
+clean: ## Remove .venv and caches; the data stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
