@@ -105,18 +105,18 @@ class Supervisor:
         first, others = self._children[:1], self._children[1:]
         for wave in (others, first):
             for child in wave:
-                _signal(child, child.program.stop_signal)
+                child.process.send_signal(child.program.stop_signal)
             end = time.monotonic() + GRACE_S
             while any(c.process.poll() is None for c in wave):
                 if forced() or time.monotonic() > end:
                     break
                 time.sleep(0.05)
             for child in wave:
-                _signal(child, signal.SIGKILL)  # and whatever it left in its group
+                _kill_group(child)  # whoever is left
                 child.process.wait()
 
     def _plan_restart(self, child: Child, now: float) -> None:
-        _signal(child, signal.SIGKILL)  # what is left of its process group
+        _kill_group(child)  # whatever it left behind
         if now - child.started > STEADY_S:
             child.failures = 0
         wait_s = BACKOFF_S[min(child.failures, len(BACKOFF_S) - 1)]
@@ -149,10 +149,10 @@ def _spawn(program: Program) -> subprocess.Popen[bytes]:
     return process
 
 
-def _signal(child: Child, number: signal.Signals) -> None:
+def _kill_group(child: Child) -> None:
     # Nobody left; macOS says EPERM where only a zombie is.
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.process.pid, number)
+        os.killpg(child.process.pid, signal.SIGKILL)
 
 
 def _ending(code: int | None) -> str:
