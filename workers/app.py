@@ -56,6 +56,7 @@ def create_app() -> Celery:
         worker_max_tasks_per_child=1,
         worker_prefetch_multiplier=1,
         worker_disable_prefetch=True,
+        worker_proc_alive_timeout=60,  # a child that starts on a busy machine is no dead one
         broker_connection_retry_on_startup=True,
         broker_transport_options={
             # Must exceed the longest job, or Redis hands it out a second time.

@@ -82,7 +82,7 @@ class Beat:
     def _run(self) -> None:
         beaten_at = time.monotonic()
         while not self._ended.is_set():
-            if _stop.wait(TICK_S):
+            if _stop.wait(TICK_S, self._ended):
                 return self._give_back()
             told, now = self._take(), time.monotonic()
             if told or now - beaten_at >= settings().beat_s:
@@ -149,10 +149,10 @@ class _Stop:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float, ended: threading.Event) -> bool:
         """Sleep, or return True at once when SIGTERM comes."""
         if self._reader is None:
-            time.sleep(seconds)
+            ended.wait(seconds)
             return False
         ready, _, _ = select.select([self._reader], [], [], seconds)
         return bool(ready) and signal.SIGTERM in os.read(self._reader, 4096)

@@ -164,8 +164,8 @@ def stack(document: Document) -> Document:
 
 
 def summarize(document: Document) -> Document:
-    """Return what the job object shows of the report."""
-    front = document["front"]
+    """Return what the job object shows of the report: points without their stacks."""
+    front = [{k: v for k, v in p.items() if k != "stack"} for p in document["front"]]
     chosen = document["verdict"]["chosen"]
     return {
         "outcome": document["verdict"]["outcome"],
