@@ -54,7 +54,7 @@ JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, job_…."
 class Ask:
     """The request of `precision optimize`, as its options give it."""
 
-    model: str
+    model: str  # a name, or a folder under one of the service's roots
     hardware: str
     per_token_s: float | None
     first_token_s: float | None
@@ -72,7 +72,9 @@ class Ask:
             }
             sla = {name: value for name, value in both.items() if value is not None}
         said = {
-            "model": self.model,
+            "model": {"path": self.model}
+            if Path(self.model).is_absolute()
+            else self.model,
             "hardware": self.hardware,
             "latency_sla": sla,
             "task": self.task,
@@ -105,7 +107,9 @@ def connect(url: str | None, key: str | None, data_dir: Path) -> Client:
 
 @app.command()
 def optimize(
-    model: Annotated[str, typer.Argument(help="A name that `precision models` lists.")],
+    model: Annotated[
+        str, typer.Argument(help="A name of `precision models list`, or a folder.")
+    ],
     hardware: Annotated[str, typer.Option(help="A device id such as h100.")],
     sla: Annotated[
         str | None,
@@ -136,7 +140,7 @@ def optimize(
     }
     with connect(url, key, data_dir) as client:
         ask = Ask(
-            model=model,
+            model=str(Path(model).resolve()) if "/" in model else model,
             hardware=hardware,
             per_token_s=None if sla is None else seconds(sla),
             first_token_s=None if first_token is None else seconds(first_token),
@@ -158,7 +162,8 @@ def _distribution(client: Client, name: str | None) -> str | None:
     path = Path(name)
     if not path.is_file():
         raise OperateError(f"no file {name}")
-    return str(client.add_dataset(path.stem, path.read_bytes())["name"])
+    stem = re.sub(r"[^a-zA-Z0-9._-]+|^[._-]+", "-", path.stem).strip("-")[:63]
+    return str(client.add_dataset(stem or "uploaded", path.read_bytes())["id"])
 
 
 def _follow(client: Client, job: dict[str, Any], as_json: bool) -> dict[str, Any]:
@@ -297,7 +302,7 @@ def add_model(
     """Register the weights in FOLDER, which the service must see, under NAME."""
     with connect(url, key, data_dir) as client:
         model = client.add_model(name, str(folder.resolve()))
-    _emit(model, as_json, lambda model: typer.echo(f"added {model['name']}"))
+    _emit(model, as_json, lambda model: typer.echo(f"added {model['id']}"))
 
 
 def _dumps(value: Any) -> str:

@@ -19,6 +19,7 @@ Json = dict[str, Any]
 
 FINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 RETRIED = frozenset({429, 502, 503, 504})  # the request was not served
+READING_S = 900.0  # the service reads gigabytes of weights before it answers
 TRIES = 5  # 0.2 + 0.4 + 0.8 + 1.6 = 3 s: longer than a supervised restart
 
 
@@ -86,7 +87,7 @@ class Client:
 
     def optimize(self, body: Json) -> Json:
         """Create a job. Never retried: a second POST would be a second job."""
-        return self._json("POST", "/v1/optimize", json=body)
+        return self._json("POST", "/v1/optimize", json=body, timeout=READING_S)
 
     def job(self, job_id: str) -> Json:
         """Return the job."""
@@ -152,7 +153,18 @@ class Client:
 
     def add_model(self, name: str, path: str) -> Json:
         """Register the folder `path`, as the service sees it, under `name`."""
-        return self._json("POST", "/v1/models", json={"name": name, "path": path})
+        body = {"name": name, "path": path}
+        return self._json("POST", "/v1/models", json=body, timeout=READING_S)
+
+    def add_dataset(self, name: str, lines: bytes) -> Json:
+        """Upload JSON lines of `{"text"}` or `{"messages"}` under `name`."""
+        return self._json(
+            "PUT",
+            _path("/v1/datasets", name),
+            content=lines,
+            headers={"Content-Type": "application/jsonl"},
+            timeout=READING_S,
+        )
 
     def ready(self) -> bool:
         """Whether the service answers `/readyz` with 200. Never raises."""

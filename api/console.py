@@ -78,7 +78,7 @@ def duration(seconds: float) -> str:
 
 def rows(title: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
     """Print a table; numbers are aligned right, long words are folded."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     for i, name in enumerate(title):
         numeric = bool(lines) and all(_is_number(line[i]) for line in lines)
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
@@ -96,7 +96,7 @@ def stack(document: Json) -> None:
     """Print the verdict of a report and the chosen stack by component."""
     out.print()
     rows(
-        ("component", "choice", "sites", "KL nats", "µs/token", "MiB"),
+        ("component", "sites × choice", "KL nats", "µs/tok", "MiB"),
         [_component(part) for part in document["components"]],
     )
     out.print()
@@ -108,15 +108,15 @@ def stack(document: Json) -> None:
 
 
 def _component(part: Json) -> tuple[str, ...]:
-    others = {k: n for k, n in part["choices"].items() if k != part["choice"]}
-    mixed = "".join(f", {n} × {name}" for name, n in sorted(others.items()))
+    frequent_first = sorted(
+        part["choices"].items(), key=lambda item: (-item[1], item[0])
+    )
     return (
         part["component"],
-        part["choice"] + mixed,
-        str(part["sites"]),
+        "\n".join(f"{sites:>2} × {choice}" for choice, sites in frequent_first),
         f"{part['kl_nats']:.5f}",
         f"{part['per_token_s'] * 1e6:.2f}",
-        f"{part['bytes'] / 2**20:.2f}",
+        f"{part['bytes'] / 2**20:.1f}",
     )
 
 
@@ -156,7 +156,7 @@ def models(found: list[Json]) -> None:
         ("name", "architecture", "parameters", "MiB"),
         [
             (
-                model["name"],
+                model["id"],
                 model.get("architecture"),
                 model.get("parameters"),
                 f"{model.get('stored_bytes', 0) / 2**20:.1f}",
