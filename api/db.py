@@ -5,9 +5,10 @@ that will write takes SQLite's one write lock at its start, so that it never fai
 half way because somebody else wrote in between.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ BUSY_TIMEOUT_MS = 30_000  # many small writers take turns; each holds the lock f
 PG_OPTIONS = "-c timezone=utc -c lock_timeout=10s -c statement_timeout=30s"
 BEGIN = "sqlite_begin"  # the execution option that picks SQLite's kind of BEGIN
 
+_to_json = partial(json.dumps, allow_nan=False)  # NaN is not JSON, whoever wrote it
+
 
 @cache
 def engine() -> Engine:
@@ -30,12 +33,18 @@ def engine() -> Engine:
     url = settings().database_url
     if url.startswith("sqlite"):
         settings().data_dir.mkdir(parents=True, exist_ok=True)
-        made = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000})
+        patience = {"timeout": BUSY_TIMEOUT_MS / 1000}
+        made = create_engine(url, json_serializer=_to_json, connect_args=patience)
         event.listen(made, "connect", _on_sqlite_connect)
         event.listen(made, "begin", _on_sqlite_begin)
         return made
     connect_args = {"options": PG_OPTIONS, "connect_timeout": 5}
-    return create_engine(url, pool_pre_ping=True, connect_args=connect_args)
+    return create_engine(
+        url,
+        pool_pre_ping=True,
+        json_serializer=_to_json,
+        connect_args=connect_args,
+    )
 
 
 def _on_sqlite_connect(connection: Any, _record: object) -> None:

@@ -16,7 +16,7 @@ from api.settings import settings
 from api.strict import StrictRoute
 from optimizer.errors import HardwareError
 from optimizer.formats import FORMATS
-from optimizer.hardware import DEVICES, device
+from optimizer.hardware import DEVICES, LOCAL, device
 
 JSONL = ("application/jsonl", "application/x-ndjson", "application/json-lines")
 
@@ -26,12 +26,15 @@ router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["catalog"])
 @router.get("/hardware")
 def list_hardware(caller: Caller) -> dict[str, Any]:
     """List the devices that a request may name. `local` is the worker's own."""
-    return views.whole_list([views.device(found) for found in DEVICES.values()])
+    catalogued = [views.device(found) for found in DEVICES.values()]
+    return views.whole_list([*catalogued, views.local_device()])
 
 
 @router.get("/hardware/{name}")
 def get_hardware(name: str, caller: Caller) -> dict[str, Any]:
     """Return a device, by its id or an alias."""
+    if name == LOCAL:
+        return views.local_device()
     try:
         return views.device(device(name))
     except HardwareError as error:

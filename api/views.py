@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from api.models import FINAL, Artifact, Dataset, Job, JobEvent, RegisteredModel, Status
 from optimizer.datasets import Distribution
 from optimizer.formats import Format
-from optimizer.hardware import Device
+from optimizer.hardware import LOCAL, Device
 
 Json = dict[str, Any]
 
@@ -194,6 +194,21 @@ def device(found: Device) -> Json:
         "native_formats": sorted(found.native),
         "notes": list(found.notes),
         "sources": list(found.sources),
+    }
+
+
+def local_device() -> Json:
+    """Return the worker's own device, whose figures only a job can measure."""
+    unknown = ("arch", "compute_capability", "bandwidth_bytes_s", "memory_bytes")
+    return {
+        "id": LOCAL,
+        "object": "hardware",
+        "name": "the worker's own device, measured when a job runs",
+        **dict.fromkeys(unknown),
+        "peak_flops": {},
+        "native_formats": [],
+        "notes": [],
+        "sources": [],
     }
 
 

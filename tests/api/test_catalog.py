@@ -19,7 +19,9 @@ JSONL = {"Content-Type": "application/x-ndjson"}
 
 def test_hardware_is_the_catalog(client: TestClient, refused: Refused) -> None:
     listed = client.get("/v1/hardware").json()["data"]
-    assert [device["id"] for device in listed] == list(DEVICES)
+    assert [device["id"] for device in listed] == [*DEVICES, "local"]
+    assert client.get("/v1/hardware/local").json() == listed[-1]
+    assert len({frozenset(device) for device in listed}) == 1  # one shape
     h100 = client.get("/v1/hardware/H100 SXM5").json()
     assert h100 == client.get("/v1/hardware/h100").json()
     assert h100["peak_flops"]["fp8"] == DEVICES["h100"].peak_flops["fp8"]

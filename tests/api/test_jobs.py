@@ -1,12 +1,14 @@
 """The life of a job, on SQLite and on PostgreSQL."""
 
+import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from threading import Barrier
 
 import pytest
 from sqlalchemy import update
+from sqlalchemy.exc import StatementError
 
 from api import auth, jobs, settings
 from api.db import reading, transaction
@@ -384,3 +386,26 @@ def test_artifacts_appear_only_with_success(claim: Claim) -> None:
     with transaction() as session:
         assert not jobs.succeed(session, claim, "sla_met", {}, [report])
         assert session.get(Artifact, (claim.job_id, "report.json")) is None
+
+
+def test_a_figure_that_is_not_a_number_does_not_reach_the_row(claim: Claim) -> None:
+    errors = (StatementError, ValueError)  # psycopg's is not wrapped
+    with pytest.raises(errors, match="not JSON compliant"), transaction() as session:
+        jobs.succeed(session, claim, "sla_met", {"kl_nats": float("nan")})
+    assert read(claim.job_id).status is Status.RUNNING
+
+
+def _claim_in_a_process(job_id: str) -> bool:
+    with transaction() as session:
+        return jobs.claim(session, job_id, "worker") is not None
+
+
+@pytest.mark.slow
+def test_claims_of_processes_have_one_winner(tenant: str) -> None:
+    with transaction() as session:
+        made = [jobs.submit(session, tenant, SPEC).id for _ in range(20)]
+    spawn = multiprocessing.get_context("spawn")  # as workers are
+    with ProcessPoolExecutor(4, mp_context=spawn) as pool:
+        won = list(pool.map(_claim_in_a_process, made * 4))
+    assert sum(won) == len(made)
+    assert {read(job_id).attempt for job_id in made} == {1}
