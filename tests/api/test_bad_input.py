@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, strategies as st
 
 from api import settings
 from api.app import create_app
-from api.schemas import MAX_SLA_S, OptimizeRequest
+from api.schemas import MAX_SLA_S
 from tests.api.conftest import BODY, CONFIG, Refused, jobs_in_database, write_model
 
 NAN = float("nan")
@@ -361,48 +359,3 @@ def test_a_bad_name_of_a_model_is_refused(
 ) -> None:
     answer = client.post("/v1/models", json={"name": name, "path": str(tiny)})
     refused(answer, 422, "validation_error", "/name")
-
-
-# -- anything ------------------------------------------------------------------
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
-FIELDS = st.sampled_from(sorted(OptimizeRequest.model_fields))
-
-
-@given(changes=st.dictionaries(FIELDS, JSON, min_size=1, max_size=3))
-@hypothesis.settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-def test_no_body_makes_the_service_fail(
-    client: TestClient, refused: Refused, changes: dict[str, Any]
-) -> None:
-    body = {**BODY, "task": "none such", **changes}  # so that no job is made
-    answer = post(client, {**body, "hardware": changes.get("hardware", "none such")})
-    refused(answer, answer.status_code, answer.json()["code"])
-    assert answer.status_code in (400, 422)
-
-
-@given(content=st.binary(max_size=200))
-@hypothesis.settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-def test_no_bytes_make_the_service_fail(
-    client: TestClient, refused: Refused, content: bytes
-) -> None:
-    headers = {"Content-Type": "application/json"}
-    answer = client.post("/v1/optimize", content=content, headers=headers)
-    refused(answer, answer.status_code, answer.json()["code"])
-    assert answer.status_code in (400, 422)
-    upload = {"Content-Type": "application/jsonl"}
-    answer = client.put("/v1/datasets/x", content=content, headers=upload)
-    assert answer.status_code == 422
