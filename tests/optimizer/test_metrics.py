@@ -8,6 +8,7 @@ from optimizer.errors import DatasetError
 from optimizer.formats import BF16
 from optimizer.metrics import (
     bootstrap_interval,
+    logits_kl_nats,
     perplexity,
     sqnr_db,
     token_kl_nats,
@@ -44,6 +45,19 @@ def test_kl_by_hand_and_its_direction() -> None:
     assert token_kl_nats(loaded, fair).tolist() == pytest.approx(
         [0.9 * math.log(9) + math.log(0.2)], rel=rel
     )
+
+
+def test_a_small_kl_keeps_its_digits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(2, 7, 1000, generator=generator) * 4
+    logits = reference + torch.randn(2, 7, 1000, generator=generator) * 1e-4
+    log_p = reference.double().log_softmax(-1)
+    log_q = logits.double().log_softmax(-1)
+    exact = (log_p.exp() * (log_p - log_q)).sum(-1)
+    got = logits_kl_nats(reference, logits)
+    assert exact.max() < 1e-8  # where the difference of two float32 logs is noise
+    # e^d - 1 is rounded to 2^-24 d, and d²/2 of it counts: 2^-23 / d = 0.12 % of it.
+    torch.testing.assert_close(got.double(), exact, rtol=2**-23 / 1e-4, atol=0)
 
 
 # Case A16
