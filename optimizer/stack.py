@@ -69,9 +69,9 @@ class Precision:
 class Choice:
     """What one site gets: both operands, and the format of what it hands on.
 
-    For QKᵀ and PV `input` is Q or P and `weight` is K or V. Sites with one operand
-    (softmax, activation, norms, embeddings) have no `weight`, except embeddings,
-    whose one operand *is* a weight.
+    For QKᵀ and PV `input` is Q or P and `weight` is K or V. Elementwise sites
+    (softmax, activation, norms) have no `weight`: they read and write `input`'s
+    format. Embeddings read nothing but their `weight`.
     """
 
     name: str
@@ -173,9 +173,8 @@ def _same(fmt: str) -> Choice:
     return Choice(fmt, Precision(fmt), Precision(fmt), fmt)
 
 
-def _one(fmt: str, granularity: Granularity = Granularity.TENSOR) -> Choice:
-    out = "bf16" if fmt.startswith("fp8") else fmt
-    return Choice(fmt, Precision(fmt, granularity), None, out)
+def _one(fmt: str) -> Choice:
+    return Choice(fmt, Precision(fmt), None, fmt)
 
 
 _TENSOR, _TOKEN, _CHANNEL, _HEAD = (
@@ -236,6 +235,32 @@ CHOICES: Mapping[Component, tuple[Choice, ...]] = MappingProxyType(
     }
 )
 """Every choice the product knows, by component; the device and the engine remove some."""
+
+
+class Role(StrEnum):
+    """Where in a site a tensor gets rounded."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    OUTPUT = "output"
+
+
+def roundings(
+    component: Component, choice: Choice
+) -> tuple[tuple[Role, Precision], ...]:
+    """Return what `choice` rounds at a site of `component`; fp32 rounds nothing."""
+    if component is Component.EMBEDDINGS:
+        assert choice.weight is not None
+        every = [(Role.WEIGHT, choice.weight), (Role.OUTPUT, Precision(choice.output))]
+    elif choice.weight is None:
+        every = [(Role.INPUT, choice.input), (Role.OUTPUT, choice.input)]
+    else:
+        every = [
+            (Role.INPUT, choice.input),
+            (Role.WEIGHT, choice.weight),
+            (Role.OUTPUT, Precision(choice.output)),
+        ]
+    return tuple((role, p) for role, p in every if p.format != "fp32")
 
 
 def choice_named(component: Component, name: str) -> Choice:

@@ -1,0 +1,124 @@
+"""One pass over data: the largest magnitude at every place that may get a scale.
+
+A `Stats` has a fixed size however much data passes, and two of them merge. Tokens
+that are padding are never seen.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optimizer.errors import NonFiniteError
+from optimizer.execute import Operand, Reference
+from optimizer.model import LoadedModel
+from optimizer.stack import Component, Role, Site
+
+INSIDE_ATTENTION = frozenset(
+    {Component.ATTN_SCORES, Component.ATTN_SOFTMAX, Component.ATTN_VALUES}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What calibration keeps of one place."""
+
+    amax: Tensor  # fp32, () or (heads,) for attention operands
+    mean_abs: float
+    count: int  # elements seen
+
+    def merge(self, other: "Stats") -> "Stats":
+        """Return the stats of both streams together, in either order."""
+        count = self.count + other.count
+        total = self.mean_abs * self.count + other.mean_abs * other.count
+        mean = total / count if count else 0.0
+        return Stats(torch.maximum(self.amax, other.amax), mean, count)
+
+
+def observe(x: Tensor, keep: Tensor | None, largest_over: tuple[int, ...]) -> Stats:
+    """Return the stats of `x`; its amax is taken over the dimensions `largest_over`.
+
+    `keep` is a mask that broadcasts to `x`: what is False there is padding, not seen.
+    """
+    magnitude = x.detach().abs()
+    count = magnitude.numel()
+    if keep is not None:
+        magnitude = magnitude.masked_fill(~keep, 0.0)
+        count = int(keep.expand_as(magnitude).sum())
+    mean = float(magnitude.sum(dtype=torch.float64)) / count if count else 0.0
+    return Stats(magnitude.amax(dim=largest_over).float(), mean, count)
+
+
+class Observer(Reference):
+    """Runs the reference and keeps running extremes."""
+
+    def __init__(self) -> None:
+        self.stats: dict[tuple[Site, Role], Stats] = {}
+        self.tokens: Tensor | None = None  # (batch, tokens): False is padding
+        self.sample = ""  # named in errors
+        self._seen: dict[tuple[Site, Role], Tensor] = {}
+
+    def tap(
+        self, site: Site, role: Role, x: Tensor, mask: Tensor | None = None
+    ) -> Operand:
+        """Add the tensor to the running stats."""
+        key = (site, role)
+        if self._seen.get(key) is x:  # a sibling of the fused group has shown it
+            return x, None
+        self._seen[key] = x
+        visible = x if mask is None else x.masked_fill(mask < 0, 0.0)
+        stats = observe(visible, self._keep(site, x), _largest_over(site, x))
+        if not bool(stats.amax.isfinite().all()):
+            raise NonFiniteError(f"{site} {role}, {self.sample}")
+        before = self.stats.get(key)
+        self.stats[key] = stats if before is None else before.merge(stats)
+        return x, None
+
+    def _keep(self, site: Site, x: Tensor) -> Tensor | None:
+        if self.tokens is None:
+            return None
+        batch, tokens = self.tokens.shape
+        if site.component in INSIDE_ATTENTION:  # (batch, heads, tokens, ...)
+            return self.tokens.view(batch, 1, tokens, 1)
+        return self.tokens.view(batch, tokens, *[1] * (x.ndim - 2))
+
+    def forget(self) -> None:
+        """Let go of the tensors of the last sample."""
+        self._seen.clear()
+
+
+def _largest_over(site: Site, x: Tensor) -> tuple[int, ...]:
+    """Every dimension, but the heads of what may get a scale for each head."""
+    if site.component in (Component.ATTN_SCORES, Component.ATTN_VALUES):
+        return (0, 2, 3)
+    return tuple(range(x.ndim))
+
+
+def calibrate(
+    model: LoadedModel,
+    sequences: Iterable[Tensor],
+    progress: Callable[[int], None] = lambda done: None,
+    masks: Iterable[Tensor] | None = None,
+) -> dict[tuple[Site, Role], Stats]:
+    """Run the reference over `sequences` of ids (batch, tokens) and return the stats.
+
+    `masks` are attention masks, one per sequence, 0 where a token is padding.
+    Raises NonFiniteError naming the site and the sample.
+    """
+    observer = Observer()
+    every_mask = iter(masks) if masks is not None else None
+    with torch.no_grad():
+        for index, ids in enumerate(sequences):
+            mask = next(every_mask) if every_mask is not None else None
+            observer.tokens = None if mask is None else mask.bool()
+            observer.sample = f"sample {index}"
+            model.forward(ids, observer, mask)
+            observer.forget()
+            progress(index + 1)
+    return observer.stats
+
+
+def amaxes(stats: dict[tuple[Site, Role], Stats]) -> dict[tuple[Site, Role], Tensor]:
+    """Return what static scales are made from."""
+    return {key: s.amax for key, s in stats.items()}

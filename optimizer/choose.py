@@ -1,0 +1,406 @@
+"""From sensitivities and costs to a front, and from the front to one stack.
+
+The rule: of the stacks that meet the targets and fit the memory, the one that loses
+least. A loss below that of the uniform 16-bit stack is not worth time, though: where
+several stacks are as good as that one, the fastest of them is taken.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from optimizer import search
+from optimizer.cost import SiteCost, site_cost, tied_bytes
+from optimizer.formats import FP16
+from optimizer.hardware import DEVICES, Device, refusals
+from optimizer.search import Option
+from optimizer.sensitivity import Sensitivities, Sensitivity
+from optimizer.spec import LatencySla, OptimizeSpec, Workload
+from optimizer.stack import (
+    Choice,
+    Component,
+    ModelShape,
+    Site,
+    SiteShape,
+    Stack,
+)
+
+FRONT_POINTS = 24
+# Budgets, as shares of the 16-bit stack's predicted loss, at which the fastest stack
+# is tried: predictions add up what is measured together, so one may turn out worse.
+AS_GOOD_BUDGETS = (1.0, 0.6, 0.3)
+
+CostOf = Callable[[SiteShape, Choice], SiteCost]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One site × choice: what it loses and costs, or why it is refused."""
+
+    choice: Choice
+    refused: str | None
+    sensitivity: Sensitivity | None  # None: refused, so never measured
+    cost: SiteCost | None  # None: refused
+
+
+Table = dict[Site, tuple[Row, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """A stack's predicted loss and cost, summed over its sites."""
+
+    kl_nats: float
+    per_token_s: float
+    first_token_s: float
+    weight_bytes: int
+    kv_bytes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and KV cache; activations are not counted."""
+        return self.weight_bytes + self.kv_bytes
+
+    def meets(self, sla: LatencySla) -> bool:
+        """Whether both targets hold; an absent target always does."""
+        return (sla.per_token_s is None or self.per_token_s <= sla.per_token_s) and (
+            sla.first_token_s is None or self.first_token_s <= sla.first_token_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sites that are decided together, and their joint options."""
+
+    sites: tuple[Site, ...]
+    choices: tuple[tuple[Choice, ...], ...]  # one tuple per option, one entry per site
+    options: tuple[Option, ...]
+
+
+def allowed(
+    model: ModelShape,
+    device: Device,
+    spec: OptimizeSpec,
+    overflowing: Mapping[Site, float],
+) -> dict[Site, dict[Choice, str | None]]:
+    """Return why each choice of each site is refused; None: it is a candidate.
+
+    `overflowing` has the amax of the sites whose values do not fit fp16.
+    """
+    table = {}
+    for shape in model.sites:
+        verdicts = refusals(device, spec.engine, shape, spec.formats)
+        largest = overflowing.get(shape.site)
+        if largest is not None:
+            no = f"values up to {largest:.4g} overflow fp16, which ends at {FP16.max:g}"
+            verdicts = {
+                c: no if c.name == "fp16" else why for c, why in verdicts.items()
+            }
+        table[shape.site] = verdicts
+    return table
+
+
+def candidates(
+    verdicts: Mapping[Site, Mapping[Choice, str | None]],
+) -> dict[Site, list[Choice]]:
+    """Return the choices that are not refused."""
+    return {s: [c for c, no in v.items() if no is None] for s, v in verdicts.items()}
+
+
+def tabulate(
+    model: ModelShape,
+    verdicts: Mapping[Site, Mapping[Choice, str | None]],
+    sensitivities: Sensitivities,
+    cost_of: CostOf,
+) -> Table:
+    """Put loss and cost beside every choice."""
+    shapes = {s.site: s for s in model.sites}
+
+    def row(site: Site, choice: Choice, refused: str | None) -> Row:
+        if refused is not None:
+            return Row(choice, refused, None, None)
+        cost = cost_of(shapes[site], choice)
+        return Row(choice, None, sensitivities[site, choice], cost)
+
+    return {
+        site: tuple(row(site, c, no) for c, no in some.items())
+        for site, some in verdicts.items()
+    }
+
+
+def modelled(model: ModelShape, device: Device, workload: Workload) -> CostOf:
+    """Return the roofline as a cost function."""
+    return lambda shape, choice: site_cost(shape, choice, device, workload, model)
+
+
+@dataclass(slots=True)
+class Chooser:
+    """The search problem of one model on one device."""
+
+    model: ModelShape
+    table: Table
+    max_bytes: int  # of weights and KV cache
+    groups: tuple[Group, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = tuple(self._groups())
+
+    def _groups(self) -> Iterator[Group]:
+        ends = [s for s in self.table if s.component in TIED_COMPONENTS]
+        joint = self.model.tied_embeddings and len(ends) == len(TIED_COMPONENTS)
+        if joint:  # whether they share their bytes depends on both
+            yield self._group(tuple(sorted(ends)))
+        for site in sorted(self.table):
+            if not (joint and site in ends):
+                yield self._group((site,))
+
+    def _group(self, sites: tuple[Site, ...]) -> Group:
+        rows = [[r for r in self.table[s] if r.refused is None] for s in sites]
+        combos = list(product(*rows))
+        return Group(
+            sites=sites,
+            choices=tuple(tuple(r.choice for r in combo) for combo in combos),
+            options=tuple(self._option(sites, combo) for combo in combos),
+        )
+
+    def _option(self, sites: tuple[Site, ...], rows: Sequence[Row]) -> Option:
+        totals = self._sum(zip(sites, rows, strict=True))
+        return Option(
+            choice=tuple(r.choice for r in rows),
+            kl_nats=totals.kl_nats,
+            per_token_s=totals.per_token_s,
+            first_token_s=totals.first_token_s,
+            bytes=totals.memory_bytes,
+        )
+
+    def _sum(
+        self, pairs: "Iterator[tuple[Site, Row]] | zip[tuple[Site, Row]]"
+    ) -> Totals:
+        kl = per_token = first_token = 0.0
+        weights = kv = 0
+        ends: dict[Component, Choice] = {}
+        for site, row in pairs:
+            assert row.cost is not None
+            assert row.sensitivity is not None
+            kl += row.sensitivity.kl_nats
+            per_token += row.cost.per_token_s
+            first_token += row.cost.first_token_s
+            kv += row.cost.kv_bytes
+            weights += row.cost.weight_bytes
+            if site.component in TIED_COMPONENTS:
+                ends[site.component] = row.choice
+        if self.model.tied_embeddings and len(ends) == len(TIED_COMPONENTS):
+            weights += self._tied_correction(ends)
+        return Totals(kl, per_token, first_token, weights, kv)
+
+    def _tied_correction(self, ends: Mapping[Component, Choice]) -> int:
+        """Bytes to add to the sum of both ends, where they are one tensor: ≤ 0."""
+        apart = sum(
+            row.cost.weight_bytes
+            for site, rows in self.table.items()
+            for row in rows
+            if row.cost and ends.get(site.component) == row.choice
+        )
+        table, head = (ends[c] for c in TIED_COMPONENTS)
+        return tied_bytes(self.model, table, head) - apart
+
+    def totals(self, stack: Stack) -> Totals:
+        """Return what a stack is predicted to lose and cost."""
+        pairs = [(site, self.row(site, c)) for site, c in stack.choices.items()]
+        return self._sum(iter(pairs))
+
+    def row(self, site: Site, choice: Choice) -> Row:
+        """Return the row of one choice of a site."""
+        return next(r for r in self.table[site] if r.choice == choice)
+
+    def _stack(self, picked: Sequence[int]) -> Stack:
+        choices: dict[Site, Choice] = {}
+        for group, index in zip(self.groups, picked, strict=True):
+            choices.update(zip(group.sites, group.choices[index], strict=True))
+        return Stack(dict(sorted(choices.items())))
+
+    def _options(self) -> list[tuple[Option, ...]]:
+        return [g.options for g in self.groups]
+
+    def front(self) -> list[Stack]:
+        """Return surrogate-optimal stacks that fit the memory, fastest first."""
+        found = search.front(
+            self._options(), points=FRONT_POINTS, max_bytes=self.max_bytes
+        )
+        return [self._stack(picked) for picked in found]
+
+    def least_loss(self, sla: LatencySla) -> Stack | None:
+        """Return the stack that loses least within the targets; None: nothing meets them."""
+        picked = search.solve(
+            self._options(),
+            max_bytes=self.max_bytes,
+            max_per_token_s=sla.per_token_s,
+            max_first_token_s=sla.first_token_s,
+        )
+        return None if picked is None else self._stack(picked)
+
+    def fastest(
+        self, sla: LatencySla, max_kl_nats: float, max_bytes: int
+    ) -> Stack | None:
+        """Return the fastest stack within a loss, a size and the targets."""
+        picked = search.solve(
+            self._options(),
+            objective="per_token_s",
+            max_bytes=min(max_bytes, self.max_bytes),
+            max_kl_nats=max_kl_nats,
+            max_per_token_s=sla.per_token_s,
+            max_first_token_s=sla.first_token_s,
+        )
+        return None if picked is None else self._stack(picked)
+
+    def nearest(self, sla: LatencySla) -> Stack:
+        """Return the stack that misses the targets by least: the fastest that fits."""
+        axis: search.Axis = (
+            "first_token_s" if sla.per_token_s is None else "per_token_s"
+        )
+        found = search.nearest(
+            self._options(), max_bytes=self.max_bytes, objective=axis
+        )
+        return self._stack(found)
+
+    def uniform(self, name: str) -> Stack:
+        """Return the stack that has `name` wherever it is allowed, 16 bits elsewhere."""
+        return Stack({s: self._preferred(s, name) for s in sorted(self.table)})
+
+    def _preferred(self, site: Site, name: str) -> Choice:
+        usable = {r.choice.name: r.choice for r in self.table[site] if not r.refused}
+        for wanted in (name, "bf16", "fp16", "fp32"):
+            if wanted in usable:
+                return usable[wanted]
+        return next(iter(usable.values()))
+
+    def base(self) -> tuple[str, Stack]:
+        """Return the uniform 16-bit stack that serving starts from, and its name."""
+        everywhere = [
+            {r.choice.name for r in rows if not r.refused}
+            for rows in self.table.values()
+        ]
+        for name in ("bf16", "fp16"):
+            if all(name in usable for usable in everywhere):
+                return f"all_{name}", self.uniform(name)
+        return "all_16bit", self.uniform("fp16")
+
+    def narrow(self) -> tuple[str, Stack] | None:
+        """Return the uniform FP8 stack that the device runs; None: it runs none."""
+        for name, label in (
+            ("fp8_e4m3", "all_e4m3"),
+            ("fp8_e4m3_weight_only", "all_e4m3_weight_only"),
+        ):
+            stack = self.uniform(name)
+            if any(
+                c.name == name and s.component is Component.FFN_IN
+                for s, c in stack.choices.items()
+            ):
+                return label, stack
+        return None
+
+
+TIED_COMPONENTS = (Component.EMBEDDINGS, Component.LM_HEAD)
+
+
+def as_good_as(chooser: Chooser, sla: LatencySla, base: Totals) -> list[Stack]:
+    """Return the fastest stacks within the targets that should match 16 bits.
+
+    They are predicted to lose no more than the uniform 16-bit stack, and no larger.
+    """
+    budgets = (share * base.kl_nats for share in AS_GOOD_BUDGETS)
+    found = [chooser.fastest(sla, kl, base.memory_bytes) for kl in budgets]
+    return [stack for stack in found if stack is not None]
+
+
+# --- words -------------------------------------------------------------------
+
+
+def microseconds(seconds: float) -> str:
+    """Write a duration for people: 13.2 µs, 4.51 ms."""
+    us = seconds * 1e6
+    return f"{us:.3g} µs" if us < 1000 else f"{us / 1000:.3g} ms"
+
+
+def why_high(rows: Sequence[Row], chosen: Choice) -> str | None:
+    """Say why a site did not get FP8. None: it did."""
+    if chosen.is_fp8:
+        return None
+    narrow = [r for r in rows if r.choice.is_fp8]
+    usable = [r for r in narrow if r.refused is None]
+    if not narrow:
+        return "no FP8 choice exists for this kind of site"
+    if not usable:
+        return f"FP8 is refused: {narrow[0].refused}"
+    mine = next(r for r in rows if r.choice == chosen)
+    best = min(usable, key=lambda r: (_cost(r).per_token_s, _loss(r)))
+    saved = _cost(mine).per_token_s - _cost(best).per_token_s
+    added = _loss(best) - _loss(mine)
+    if saved <= 0:
+        return (
+            f"FP8 saves no time: {microseconds(_cost(best).per_token_s)} as "
+            f"{best.choice.name}, {microseconds(_cost(mine).per_token_s)} as {chosen.name}"
+        )
+    return (
+        f"{best.choice.name} would save {microseconds(saved)} per token and cost "
+        f"{added:.2g} nats: other sites give that time for less"
+    )
+
+
+def _cost(row: Row) -> SiteCost:
+    assert row.cost is not None
+    return row.cost
+
+
+def _loss(row: Row) -> float:
+    assert row.sensitivity is not None
+    return row.sensitivity.kl_nats
+
+
+def would_meet(chooser: Chooser, nearest: Totals, spec: OptimizeSpec) -> list[str]:
+    """Say what would meet targets that this device cannot: another target or device."""
+    sla, said = spec.latency_sla, []
+    if nearest.memory_bytes > chooser.max_bytes:
+        need = nearest.memory_bytes / 1e9
+        said.append(f"{need:.3g} GB of memory: the smallest stack needs that much")
+    if sla.per_token_s is not None and nearest.per_token_s > sla.per_token_s:
+        said.append(f"latency_sla.per_token_s of {nearest.per_token_s:.3g} s or more")
+    if sla.first_token_s is not None and nearest.first_token_s > sla.first_token_s:
+        said.append(
+            f"latency_sla.first_token_s of {nearest.first_token_s:.3g} s or more"
+        )
+    others = [
+        d.id
+        for d in DEVICES.values()
+        if d.id != spec.hardware
+        and _fastest_possible(chooser.model, d, spec).meets(sla)
+    ]
+    if others:
+        said.append(f"other hardware (modelled): {', '.join(others)}")
+    return said
+
+
+def _fastest_possible(model: ModelShape, device: Device, spec: OptimizeSpec) -> Totals:
+    """The least of every site on a device: a bound that no stack beats."""
+    per_token = first_token = 0.0
+    for shape in model.sites:
+        verdicts = refusals(device, spec.engine, shape, spec.formats)
+        costs = [
+            site_cost(shape, c, device, spec.workload, model)
+            for c, no in verdicts.items()
+            if no is None
+        ]
+        per_token += min((c.per_token_s for c in costs), default=float("inf"))
+        first_token += min((c.first_token_s for c in costs), default=float("inf"))
+    return Totals(0.0, per_token, first_token, 0, 0)
+
+
+def fp8_share(model: ModelShape, stack: Stack) -> float:
+    """Return the share of the matrices' elements that are stored in 8 bits."""
+    narrow = total = 0
+    for shape in model.sites:
+        choice = stack.choices[shape.site]
+        total += shape.weight_elements
+        if choice.weight is not None and choice.weight.format.startswith("fp8"):
+            narrow += shape.weight_elements
+    return narrow / total if total else 0.0

@@ -1,0 +1,402 @@
+"""What a run found, as the report document: plain JSON, version `precision.report/1`.
+
+Everything that a person or a program reads later comes out of this document:
+the HTML report, the job's result, the stack and the front.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+
+from optimizer.checkpoint import Checkpoint
+from optimizer.choose import Chooser, Row, Totals, fp8_share, microseconds, why_high
+from optimizer.hardware import Device
+from optimizer.model import LoadedModel
+from optimizer.quantize import MATMUL_PRECISION
+from optimizer.sensitivity import Sensitivities
+from optimizer.spec import OptimizeSpec
+from optimizer.stack import WHOLE_MODEL, Choice, Component, Site, Stack
+from optimizer.tokens import Half, Tokens
+from optimizer.validate import (
+    BLOCK_TOKENS,
+    BOOTSTRAP_SAMPLES,
+    CONFIDENCE,
+    Quality,
+    Validation,
+)
+
+SCHEMA = "precision.report/1"
+PACKAGES = ("precision", "torch", "transformers", "numpy", "scipy")
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """The same sweep, smaller, on another distribution."""
+
+    distribution: str
+    tokens: int
+    sensitivities: Sensitivities
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of the request."""
+
+    outcome: str  # sla_met, sla_not_met, no_improvement
+    label: str  # of the chosen stack, in `Run.stacks`
+    would_meet: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything that a run knows at its end."""
+
+    spec: OptimizeSpec
+    model: LoadedModel
+    checkpoint: Checkpoint
+    tokens: Tokens
+    device: Device
+    basis: str  # modelled, measured
+    chooser: Chooser
+    front: Sequence[Stack]
+    stacks: Mapping[str, Stack]  # validated, by label
+    validation: Validation
+    verdict: Verdict
+    contrast: Contrast | None
+
+
+def build(run: Run) -> dict[str, Any]:
+    """Return the document."""
+    chosen = run.stacks[run.verdict.label]
+    components = _components(run, chosen)
+    return {
+        "schema": SCHEMA,
+        "request": run.spec.to_json(),
+        "verdict": _verdict(run),
+        "model": _model(run),
+        "data": _data(run),
+        "hardware": _hardware(run),
+        "executed_on": {
+            "device": "cpu",
+            "emulated": True,
+            "matmul": "fp32 units" if MATMUL_PRECISION == "ieee" else "bf16 units",
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        },
+        "workload": asdict(run.spec.workload),
+        "precision_stack": {c["component"]: c["choice"] for c in components},
+        "components": components,
+        "layers": _layers(chosen, run.model.shape.layers),
+        "sites": [_site(run, s, c) for s, c in chosen.choices.items()],
+        "front": [_front_point(run, i, s) for i, s in enumerate(run.front)],
+        "validation": _validation(run),
+        "contrast": _contrast(run),
+        "limits": _limits(run),
+        "warnings": _warnings(run),
+        "provenance": _provenance(run),
+    }
+
+
+def front_id(run: Run, stack: Stack) -> str | None:
+    """Return the id of the front point that is this stack; None: it is not on it."""
+    for index, point in enumerate(run.front):
+        if point.choices == stack.choices:
+            return f"p{index}"
+    return None
+
+
+def _verdict(run: Run) -> dict[str, Any]:
+    chosen = run.stacks[run.verdict.label]
+    return {
+        "outcome": run.verdict.outcome,
+        "sentence": _sentence(run),
+        "sla": asdict(run.spec.latency_sla),
+        "chosen": front_id(run, chosen),
+        "would_meet": list(run.verdict.would_meet),
+    }
+
+
+def _sentence(run: Run) -> str:
+    chosen = run.stacks[run.verdict.label]
+    totals = run.chooser.totals(chosen)
+    kl = run.validation.stacks[run.verdict.label].kl_nats.value
+    base_label, base = run.chooser.base()
+    base_totals = run.chooser.totals(base)
+    base_kl = run.validation.stacks[base_label].kl_nats.value
+    start = {
+        "sla_met": f"On {run.device.name} the chosen stack meets the target",
+        "sla_not_met": f"No stack meets the target on {run.device.name}: the nearest",
+        "no_improvement": f"On {run.device.name} nothing beats {base_label}: it",
+    }[run.verdict.outcome]
+    return (
+        f"{start} takes {microseconds(totals.per_token_s)} per token ({run.basis}; "
+        f"{base_label}: {microseconds(base_totals.per_token_s)}), "
+        f"{totals.weight_bytes / 1e6:.4g} MB of weights "
+        f"({base_label}: {base_totals.weight_bytes / 1e6:.4g} MB), and loses "
+        f"{kl:.3g} nats of KL on held-out data ({base_label}: {base_kl:.3g})."
+    ).replace("meets the target takes", "meets the target: it takes")
+
+
+def _model(run: Run) -> dict[str, Any]:
+    shape = run.model.shape
+    return {
+        "name": run.spec.model,
+        "sha256": run.spec.model_sha256,
+        "architecture": shape.architecture,
+        "parameters": shape.parameters,
+        "layers": shape.layers,
+        "stored_bytes": run.checkpoint.stored_bytes,
+        "stored_dtypes": dict(run.checkpoint.dtype_bytes),
+        "tied_embeddings": shape.tied_embeddings,
+        "coverage_percent": run.model.coverage_percent,
+        "unrecognized": [asdict(u) for u in run.model.unrecognized],
+        "warnings": list(run.checkpoint.warnings),
+    }
+
+
+def _data(run: Run) -> dict[str, Any]:
+    dataset = run.tokens.dataset
+    return {
+        "distribution": dataset.name,
+        "origin": dataset.origin,
+        "licence": dataset.licence,
+        "sha256": dataset.sha256,
+        "calibration": _half(run, run.tokens.calibration),
+        "validation": _half(run, run.tokens.validation),
+    }
+
+
+def _half(run: Run, half: Half) -> dict[str, int]:
+    return {
+        "samples": half.samples,
+        "tokens": half.tokens,
+        "sequence_tokens": run.spec.sequence_tokens,
+    }
+
+
+def _hardware(run: Run) -> dict[str, Any]:
+    return {
+        "id": run.device.id,
+        "name": run.device.name,
+        "arch": run.device.arch,
+        "basis": run.basis,
+        "method": "kernels run one by one" if run.basis == "measured" else "roofline",
+        "memory_bytes": run.device.memory_bytes,
+        "notes": list(run.device.notes),
+    }
+
+
+def _components(run: Run, stack: Stack) -> list[dict[str, Any]]:
+    by_component: dict[Component, dict[Site, Choice]] = {}
+    for site, choice in stack.choices.items():
+        by_component.setdefault(site.component, {})[site] = choice
+    order = [c for c in Component if c in by_component]
+    return [_component(run, c, by_component[c]) for c in order]
+
+
+def _component(
+    run: Run, component: Component, choices: Mapping[Site, Choice]
+) -> dict[str, Any]:
+    totals = run.chooser.totals(Stack(choices))
+    counts = Counter(c.name for c in choices.values())
+    return {
+        "component": str(component),
+        "choice": counts.most_common(1)[0][0],
+        "choices": dict(counts.most_common()),
+        "sites": len(choices),
+        "kl_nats": totals.kl_nats,
+        "per_token_s": totals.per_token_s,
+        "first_token_s": totals.first_token_s,
+        "bytes": totals.memory_bytes,
+    }
+
+
+def _layers(stack: Stack, layers: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{"layer": i, "choices": {}} for i in range(layers)]
+    for site, choice in stack.choices.items():
+        if site.layer != WHOLE_MODEL:
+            rows[site.layer]["choices"][str(site.component)] = choice.name
+    return rows
+
+
+def _site(run: Run, site: Site, choice: Choice) -> dict[str, Any]:
+    rows = run.chooser.table[site]
+    mine = _alternative(run.chooser.row(site, choice))
+    return {
+        "site": str(site),
+        "component": str(site.component),
+        "layer": None if site.layer == WHOLE_MODEL else site.layer,
+        "choice": choice.name,
+        "kl_nats": mine["kl_nats"],
+        "per_token_s": mine["per_token_s"],
+        "first_token_s": mine["first_token_s"],
+        "bytes": mine["bytes"],
+        "reason": why_high(rows, choice),
+        "alternatives": [_alternative(r) for r in rows],
+    }
+
+
+def _alternative(row: Row) -> dict[str, Any]:
+    loss, cost = row.sensitivity, row.cost
+    return {
+        "choice": row.choice.name,
+        "kl_nats": loss.kl_nats if loss else None,
+        "sqnr_db": _finite(loss.sqnr_db) if loss else None,
+        "saturated": loss.saturated if loss else None,
+        "flushed": loss.flushed if loss else None,
+        "per_token_s": cost.per_token_s if cost else None,
+        "first_token_s": cost.first_token_s if cost else None,
+        "bytes": cost.weight_bytes + cost.kv_bytes if cost else None,
+        "refused": row.refused,
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: None says that nothing was lost."""
+    return value if math.isfinite(value) else None
+
+
+def _totals(totals: Totals) -> dict[str, Any]:
+    return {
+        "per_token_s": totals.per_token_s,
+        "first_token_s": totals.first_token_s,
+        "kl_nats": totals.kl_nats,
+        "bytes": totals.weight_bytes,
+        "memory_bytes": totals.memory_bytes,
+    }
+
+
+def _front_point(run: Run, index: int, stack: Stack) -> dict[str, Any]:
+    validated = any(s.choices == stack.choices for s in run.stacks.values())
+    return {
+        "id": f"p{index}",
+        **_totals(run.chooser.totals(stack)),
+        "fp8_share": fp8_share(run.model.shape, stack),
+        "stack": stack.to_json(),
+        "validated": validated,
+    }
+
+
+def _validation(run: Run) -> dict[str, Any]:
+    return {
+        "tokens": run.validation.tokens,
+        "bootstrap": {
+            "samples": BOOTSTRAP_SAMPLES,
+            "block_tokens": BLOCK_TOKENS,
+            "confidence": CONFIDENCE,
+        },
+        "reference": {"perplexity": run.validation.reference_perplexity},
+        "stacks": [
+            _validated(run, label, run.validation.stacks[label]) for label in run.stacks
+        ],
+    }
+
+
+def _validated(run: Run, label: str, quality: Quality) -> dict[str, Any]:
+    stack = run.stacks[label]
+    totals = run.chooser.totals(stack)
+    return {
+        "id": label,
+        "label": label.replace("_", " "),
+        "chosen": label == run.verdict.label,
+        "front_id": front_id(run, stack),
+        "predicted_kl_nats": totals.kl_nats,
+        "per_token_s": totals.per_token_s,
+        "first_token_s": totals.first_token_s,
+        "bytes": totals.weight_bytes,
+        "memory_bytes": totals.memory_bytes,
+        "fp8_share": fp8_share(run.model.shape, stack),
+        **asdict(quality),
+    }
+
+
+def _contrast(run: Run) -> dict[str, Any] | None:
+    if run.contrast is None:
+        return None
+    other = run.contrast.sensitivities
+    pairs = [
+        (row.sensitivity.kl_nats, other[site, row.choice].kl_nats, site, row.choice)
+        for site, rows in run.chooser.table.items()
+        for row in rows
+        if row.sensitivity is not None and row.sensitivity.kl_nats > 0
+    ]
+    by_component: dict[tuple[str, str], list[float]] = {}
+    for mine, theirs, site, choice in pairs:
+        if choice.is_fp8:
+            sums = by_component.setdefault((site.component, choice.name), [0.0, 0.0])
+            sums[0] += mine
+            sums[1] += theirs
+    ranked = spearmanr([p[0] for p in pairs], [p[1] for p in pairs])
+    return {
+        "distribution": run.contrast.distribution,
+        "tokens": run.contrast.tokens,
+        "rank_correlation": float(ranked.statistic),
+        "components": [
+            {
+                "component": component,
+                "choice": choice,
+                "kl_nats": mine,
+                "contrast_kl_nats": theirs,
+            }
+            for (component, choice), (mine, theirs) in by_component.items()
+        ],
+    }
+
+
+def _limits(run: Run) -> list[str]:
+    spec = run.spec
+    said = [
+        "Formats are emulated on a CPU: products of codes accumulated in fp32, scaled, "
+        "rounded once. A GPU's own accumulation order may differ in the last bit.",
+        f"Quality was measured at {spec.sequence_tokens} tokens of context.",
+        "Predicted KL adds up what each site loses alone; measured KL is of the whole "
+        "stack.",
+    ]
+    if run.basis == "modelled":
+        said.append(
+            "Latency is modelled by a roofline from the device's data sheet; it was "
+            "not measured on the device."
+        )
+    else:
+        said.append("Latency is the sum of kernels measured one by one on the worker.")
+    return said
+
+
+def _warnings(run: Run) -> list[str]:
+    context = run.spec.workload.prompt_tokens + run.spec.workload.output_tokens
+    said = list(run.tokens.warnings)
+    if context > run.spec.sequence_tokens:
+        said.append(
+            f"the workload reaches {context} tokens of context; scales and quality are "
+            f"from sequences of {run.spec.sequence_tokens}"
+        )
+    return said
+
+
+def _provenance(run: Run) -> dict[str, Any]:
+    return {
+        "versions": {p: _version(p) for p in PACKAGES},
+        "seed": run.spec.seed,
+        "reproduce": _reproduce(run.spec),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _reproduce(spec: OptimizeSpec) -> str:
+    words = ["precision optimize", spec.model, "--hardware", spec.hardware]
+    if spec.latency_sla.per_token_s is not None:
+        words += ["--sla", f"{spec.latency_sla.per_token_s:g}"]
+    words += ["--task", spec.task, "--data", spec.data_distribution]
+    return " ".join(words)

@@ -1,0 +1,220 @@
+"""How a site is run: in fp32 (`Reference`), or rounded as a stack says (`Stacked`).
+
+A stack's matrices multiply *codes*: products of codes accumulated in fp32,
+scaled, and rounded once to the output format, which is what a tensor core does.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from optimizer.errors import SpecError
+from optimizer.formats import FORMATS
+from optimizer.model import AttentionStep, LoadedModel
+from optimizer.quantize import (
+    amax,
+    matmul_codes,
+    quantize,
+    round_to_format,
+    scale_from_amax,
+)
+from optimizer.sites import LinearPart
+from optimizer.stack import (
+    Choice,
+    Component,
+    Granularity,
+    Precision,
+    Role,
+    Site,
+    Stack,
+    roundings,
+)
+
+Operand = tuple[Tensor, Tensor | None]  # codes and their scale; no scale: plain values
+Amaxes = Mapping[tuple[Site, Role], Tensor]  # (), or (heads,) for attention operands
+
+
+class Reference:
+    """Every site in fp32. Subclasses see or change what passes `tap`."""
+
+    def tap(
+        self, site: Site, role: Role, x: Tensor, mask: Tensor | None = None
+    ) -> Operand:
+        """See the tensor at one place of a site, before it is used.
+
+        `mask` is additive, broadcastable to `x`: what it removes is never used.
+        """
+        return x, None
+
+    def elementwise(
+        self, site: Site, role: Role, x: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Return `x` as the site leaves it."""
+        return apply_scale(*self.tap(site, role, x, mask))
+
+    def linear(self, part: LinearPart, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b of one matrix: (..., in) -> (..., out)."""
+        x = self.elementwise(part.site, Role.INPUT, x)
+        y = functional.linear(x, part.weight, part.bias)
+        return self.elementwise(part.site, Role.OUTPUT, y)
+
+    def attention(self, step: AttentionStep) -> Tensor:
+        """Return (batch, heads, tokens, head_dim) in the four steps of design §4."""
+        scores, softmax, values = (
+            Site(step.layer, c)
+            for c in (
+                Component.ATTN_SCORES,
+                Component.ATTN_SOFTMAX,
+                Component.ATTN_VALUES,
+            )
+        )
+        groups = step.query.shape[1] // step.key.shape[1]
+        q = self.tap(scores, Role.INPUT, step.query)
+        k = shared(self.tap(scores, Role.WEIGHT, step.key), groups)
+        s = multiply(q, (k[0].transpose(2, 3), k[1])) * step.scaling
+        if step.softcap is not None:
+            s = torch.tanh(s / step.softcap) * step.softcap
+        s = self.elementwise(softmax, Role.INPUT, s, step.mask)
+        if step.mask is not None:
+            s = s + step.mask
+        p = self.elementwise(softmax, Role.OUTPUT, s.softmax(dim=-1))
+        v = shared(self.tap(values, Role.WEIGHT, step.value), groups)
+        out = multiply(self.tap(values, Role.INPUT, p), v)
+        return self.elementwise(values, Role.OUTPUT, out)
+
+
+def apply_scale(codes: Tensor, scale: Tensor | None) -> Tensor:
+    """Return the values that codes stand for."""
+    return codes if scale is None else codes * scale
+
+
+def shared(operand: Operand, groups: int) -> Operand:
+    """Repeat each KV head for the `groups` query heads that read it."""
+    codes, scale = operand
+    if groups == 1:
+        return operand
+    if scale is not None and scale.ndim == 4 and scale.shape[1] > 1:
+        scale = scale.repeat_interleave(groups, dim=1)
+    return codes.repeat_interleave(groups, dim=1), scale
+
+
+def multiply(a: Operand, b: Operand) -> Tensor:
+    """Return a @ b: codes in fp32 first, scales after."""
+    product = a[0] @ b[0]
+    for scale in (a[1], b[1]):
+        if scale is not None:
+            product = product * scale
+    return product
+
+
+def round_operand(
+    x: Tensor, precision: Precision, calibrated: Tensor | None
+) -> Operand:
+    """Return `x` as codes of `precision.format` and their scale.
+
+    Static granularities (tensor, head) take their scale from `calibrated`: the amax
+    () or (heads,) of calibration; dynamic ones (token, channel) from `x` itself.
+    """
+    fmt = FORMATS[precision.format]
+    if fmt.name == "fp32":
+        return x, None
+    if not fmt.scaled:
+        return round_to_format(x, fmt), None
+    if precision.granularity in (Granularity.TOKEN, Granularity.CHANNEL):
+        largest = amax(x, Granularity.TOKEN)
+    elif calibrated is None:
+        raise SpecError(f"{precision} is static, and nothing was calibrated for it")
+    elif precision.granularity is Granularity.HEAD:
+        largest = calibrated.view(1, -1, 1, 1)
+    else:
+        largest = calibrated.amax()
+    scale = scale_from_amax(largest, fmt)
+    return quantize(x, scale, fmt), scale
+
+
+class WeightCodes:
+    """The rounded matrices of a model, each made once and shared by every stack."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._siblings = model.parts
+        self._made: dict[tuple[str, Precision], Operand] = {}
+
+    def get(self, part: LinearPart, precision: Precision) -> Operand:
+        """Return codes (out, in) and scale, () or (out, 1)."""
+        key = (part.name, precision)
+        if key not in self._made:
+            self._made[key] = self._round(part, precision)
+        return self._made[key]
+
+    def _round(self, part: LinearPart, precision: Precision) -> Operand:
+        fmt = FORMATS[precision.format]
+        weight = part.weight.contiguous()
+        if fmt.name == "fp32":
+            return weight, None
+        if not fmt.scaled:
+            return round_to_format(weight, fmt), None
+        scale = scale_from_amax(self._amax(part, precision.granularity), fmt)
+        return quantize(weight, scale, fmt), scale
+
+    def _amax(self, part: LinearPart, granularity: Granularity) -> Tensor:
+        if granularity is not Granularity.TENSOR:
+            return amax(part.weight, granularity)
+        # Engines fuse siblings (q, k, v; gate, up) into one matrix with one scale.
+        each = [p.weight.abs().amax() for p in self._siblings[part.site]]
+        return torch.stack(each).amax()
+
+
+class Stacked(Reference):
+    """Every site as a stack says. Sites that the stack leaves out stay fp32."""
+
+    def __init__(self, stack: Stack, amaxes: Amaxes, weights: WeightCodes) -> None:
+        self._choices = stack.choices
+        self._amaxes = amaxes
+        self._weights = weights
+        self._precisions = {
+            (site, role): precision
+            for site, choice in stack.choices.items()
+            for role, precision in roundings(site.component, choice)
+        }
+        self._last: tuple[Site, Tensor, Operand] | None = None  # siblings share x
+
+    def tap(
+        self, site: Site, role: Role, x: Tensor, mask: Tensor | None = None
+    ) -> Operand:
+        """Round the tensor as the stack says."""
+        precision = self._precisions.get((site, role))
+        if precision is None:
+            return x, None
+        return round_operand(x, precision, self._amaxes.get((site, role)))
+
+    def linear(self, part: LinearPart, x: Tensor) -> Tensor:
+        """Multiply codes, scale, add the bias, round once."""
+        choice = self._choices.get(part.site)
+        if choice is None or choice.name == "fp32":
+            return functional.linear(x, part.weight, part.bias)
+        assert choice.weight is not None
+        weight = self._weights.get(part, choice.weight)
+        y = product_of_codes(self._input(part.site, x), weight, choice)
+        if part.bias is not None:
+            y = y + part.bias
+        return round_to_format(y, FORMATS[choice.output])
+
+    def _input(self, site: Site, x: Tensor) -> Operand:
+        if self._last is None or self._last[0] != site or self._last[1] is not x:
+            self._last = (site, x, self.tap(site, Role.INPUT, x))
+        return self._last[2]
+
+
+def product_of_codes(x: Operand, weight: Operand, choice: Choice) -> Tensor:
+    """Return x Wᵀ of codes in fp32, scaled: (..., in), (out, in) -> (..., out)."""
+    rows = x[0].reshape(-1, x[0].shape[-1])
+    exact_in_bf16 = choice.input.format != "fp16"  # fp16 has three bits more
+    y = matmul_codes(rows, weight[0]) if exact_in_bf16 else rows @ weight[0].T
+    y = y.view(*x[0].shape[:-1], -1)
+    if x[1] is not None:
+        y = y * x[1]
+    if weight[1] is not None:
+        y = y * (weight[1].view(-1) if weight[1].ndim else weight[1])
+    return y

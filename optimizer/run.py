@@ -1,0 +1,288 @@
+"""The whole road on one page: a spec goes in, the report document comes out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from optimizer import document, local, model, tokens
+from optimizer.calibrate import amaxes, calibrate
+from optimizer.checkpoint import inspect
+from optimizer.choose import (
+    Chooser,
+    CostOf,
+    allowed,
+    as_good_as,
+    candidates,
+    modelled,
+    tabulate,
+    would_meet,
+)
+from optimizer.document import Contrast, Run, Verdict
+from optimizer.execute import Amaxes, WeightCodes
+from optimizer.formats import FP16
+from optimizer.hardware import LOCAL, Device, device
+from optimizer.model import LoadedModel
+from optimizer.pareto import pareto_mask
+from optimizer.sensitivity import Candidates, measure
+from optimizer.spec import OptimizeSpec
+from optimizer.stack import ModelShape, Site, Stack
+from optimizer.tokens import Tokens
+from optimizer.validate import Validation, validate
+
+Progress = Callable[[str, float, str], None]
+"""(phase, fraction of it, detail), called at least each second; raises Cancelled to stop."""
+
+# Phases: load, calibrate, sweep, search, validate, report.
+CONTRAST_TOKENS = 512  # enough to rank components, an eighth of a sweep
+FRONT_CHECKS = 3  # points of the front that are validated beside the chosen stack
+CHOSEN = "chosen"
+HEADROOM = 0.9  # of the device's memory; the rest is activations and the engine
+
+
+@dataclass(slots=True)
+class _Meter:
+    """Tells progress where the run is, and again at every layer in between."""
+
+    progress: Progress
+    phase: str = "load"
+    fraction: float = 0.0
+    detail: str = ""
+
+    def enter(self, phase: str) -> None:
+        self.phase, self.fraction, self.detail = phase, 0.0, ""
+        self.tick()
+
+    def at(self, done: int, planned: int, detail: str = "") -> None:
+        self.fraction, self.detail = done / max(planned, 1), detail
+        self.tick()
+
+    def tick(self, layer: int = 0) -> None:
+        self.progress(self.phase, self.fraction, self.detail)
+
+
+def optimize(spec: OptimizeSpec, progress: Progress) -> dict[str, Any]:
+    """Find the stack that loses least within the targets, and the evidence for it.
+
+    Raises ModelError, DatasetError, HardwareError or NonFiniteError before the first
+    pass where the request cannot be served, and whatever `progress` raises.
+    """
+    meter = _Meter(progress)
+    meter.enter("load")
+    folder = Path(spec.model_path)
+    read = _read(spec, folder, spec.data_distribution, spec.dataset_path)
+    loaded = model.load(folder, spec.model)
+    loaded.on_layer = meter.tick
+    target, basis, cost_of = _target(spec, loaded.shape)
+
+    meter.enter("calibrate")
+    largest = _calibrate(loaded, read, meter)
+    verdicts = allowed(loaded.shape, target, spec, _overflowing(largest))
+
+    meter.enter("sweep")
+    weights = WeightCodes(loaded)
+    wanted = candidates(verdicts)
+    losses = measure(
+        loaded,
+        read.calibration.sequences,
+        wanted,
+        largest,
+        weights,
+        seed=spec.seed,
+        progress=lambda n: meter.at(
+            n, len(read.calibration.sequences) + 2, "sequences"
+        ),
+    )
+    contrast = _contrast(spec, folder, loaded, wanted, weights)
+
+    meter.enter("search")
+    table = tabulate(loaded.shape, verdicts, losses, cost_of)
+    limit = spec.max_memory_bytes or int(HEADROOM * target.memory_bytes)
+    chooser = Chooser(loaded.shape, table, limit)
+    plan = _plan(chooser, spec)
+
+    meter.enter("validate")
+    validation = validate(
+        loaded,
+        read.validation.sequences,
+        plan.stacks,
+        largest,
+        weights,
+        seed=spec.seed,
+        progress=lambda n, of: meter.at(n, of, "runs"),
+    )
+    label, outcome = choose(plan, chooser, validation)
+    advice: list[str] = []
+    if outcome == "sla_not_met":
+        advice = would_meet(chooser, chooser.totals(plan.stacks[label]), spec)
+
+    meter.enter("report")
+    return document.build(
+        Run(
+            spec=spec,
+            model=loaded,
+            checkpoint=inspect(folder),
+            tokens=read,
+            device=target,
+            basis=basis,
+            chooser=chooser,
+            front=plan.front,
+            stacks=plan.kept(label, plan.stacks),
+            validation=replace(validation, stacks=plan.kept(label, validation.stacks)),
+            verdict=Verdict(outcome, CHOSEN, tuple(advice)),
+            contrast=contrast,
+        )
+    )
+
+
+def _read(spec: OptimizeSpec, folder: Path, name: str, path: str | None) -> Tokens:
+    return tokens.read(
+        folder,
+        name,
+        Path(path) if path else None,
+        calibration_tokens=spec.calibration_tokens,
+        validation_tokens=spec.validation_tokens,
+        sequence_tokens=spec.sequence_tokens,
+    )
+
+
+def _target(spec: OptimizeSpec, shape: ModelShape) -> tuple[Device, str, CostOf]:
+    """Return the device, the basis of its latencies, and what a site costs on it."""
+    if spec.hardware != LOCAL:
+        target = device(spec.hardware)
+        return target, "modelled", modelled(shape, target, spec.workload)
+    target = local.device()
+    return target, "measured", local.measured(shape, target, spec.workload)
+
+
+def _calibrate(loaded: LoadedModel, read: Tokens, meter: _Meter) -> Amaxes:
+    planned = len(read.calibration.sequences)
+    stats = calibrate(
+        loaded,
+        read.calibration.sequences,
+        lambda n: meter.at(n, planned, "sequences"),
+    )
+    return amaxes(stats)
+
+
+def _overflowing(largest: Amaxes) -> dict[Site, float]:
+    """Return the amax of the sites with values beyond fp16's range."""
+    found: dict[Site, float] = {}
+    for (site, _), amax in largest.items():
+        value = float(amax.max())
+        if value > FP16.max:
+            found[site] = max(value, found.get(site, 0.0))
+    return found
+
+
+def _contrast(
+    spec: OptimizeSpec,
+    folder: Path,
+    loaded: LoadedModel,
+    wanted: Candidates,
+    weights: WeightCodes,
+) -> Contrast:
+    """Sweep a little of another distribution: does the caller's data matter?"""
+    other = "chat" if spec.data_distribution == "code" else "code"
+    small = replace(
+        spec, calibration_tokens=CONTRAST_TOKENS, validation_tokens=CONTRAST_TOKENS
+    )
+    sequences = _read(small, folder, other, None).calibration.sequences
+    largest = amaxes(calibrate(loaded, sequences))
+    losses = measure(loaded, sequences, wanted, largest, weights, seed=spec.seed)
+    return Contrast(other, sum(ids.numel() for ids in sequences), losses)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What gets validated: baselines, contenders for the choice, points of the front."""
+
+    base: str  # label of the uniform 16-bit stack
+    stacks: dict[str, Stack]
+    contenders: tuple[str, ...]  # labels
+    reachable: bool  # whether any stack meets the targets
+    front: list[Stack]
+
+    def kept(self, label: str, values: "Mapping[str, T]") -> "dict[str, T]":
+        """Return the values by label, the chosen contender first and under its role."""
+        others = {
+            k: v
+            for k, v in values.items()
+            if k == self.base or k not in self.contenders
+        }
+        return {CHOSEN: values[label], **others}
+
+
+T = TypeVar("T")
+
+
+def _plan(chooser: Chooser, spec: OptimizeSpec) -> Plan:
+    base_label, base = chooser.base()
+    stacks = {base_label: base}
+    narrow = chooser.narrow()
+    if narrow is not None:
+        stacks[narrow[0]] = narrow[1]
+    contenders = _contenders(chooser, spec, base_label, base)
+    stacks.update(contenders)
+    reachable = "nearest" not in contenders
+    front = _nondominated(chooser, [*chooser.front(), *contenders.values()])
+    for index in _spread(len(front), FRONT_CHECKS):
+        if front[index] not in stacks.values():
+            stacks[f"p{index}"] = front[index]
+    return Plan(base_label, stacks, tuple(contenders), reachable, front)
+
+
+def _contenders(
+    chooser: Chooser, spec: OptimizeSpec, base_label: str, base: Stack
+) -> dict[str, Stack]:
+    """Return the stacks that may be chosen; which one, the measurement says."""
+    sla = spec.latency_sla
+    best = chooser.least_loss(sla)
+    if best is None:
+        return {"nearest": chooser.nearest(sla)}
+    totals = chooser.totals(base)
+    if chooser.totals(best).kl_nats > totals.kl_nats:
+        return {"least_loss": best}
+    good = as_good_as(chooser, sla, totals)
+    found = {f"as_good_{i}": stack for i, stack in enumerate(good)}
+    if totals.meets(sla) and totals.memory_bytes <= chooser.max_bytes:
+        found[base_label] = base
+    return {**found, "least_loss": best}
+
+
+def _nondominated(chooser: Chooser, stacks: list[Stack]) -> list[Stack]:
+    """Return distinct stacks that no other dominates in the prediction, fastest first."""
+    unique: dict[tuple[float, float, int], Stack] = {}
+    for stack in stacks:
+        t = chooser.totals(stack)
+        unique.setdefault((t.per_token_s, t.kl_nats, t.memory_bytes), stack)
+    points = np.array(list(unique), dtype=np.float64)
+    on_front = pareto_mask(points)
+    kept = [(k, s) for (k, s), on in zip(unique.items(), on_front, strict=True) if on]
+    return [s for _, s in sorted(kept, key=lambda pair: pair[0])]
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """Return `count` indices spread evenly over a list, both ends included."""
+    return sorted({round(i) for i in np.linspace(0, length - 1, count)})
+
+
+def choose(plan: Plan, chooser: Chooser, validation: Validation) -> tuple[str, str]:
+    """Return the label of the chosen contender and the outcome, by measured loss."""
+    measured = {k: validation.stacks[k].kl_nats.value for k in plan.stacks}
+    good = [k for k in plan.contenders if measured[k] <= measured[plan.base]]
+    if good:
+        label = min(good, key=lambda k: _speed(chooser, plan.stacks[k]))
+    else:
+        label = min(plan.contenders, key=lambda k: measured[k])
+    if not plan.reachable:
+        return label, "sla_not_met"
+    unchanged = plan.stacks[label].choices == plan.stacks[plan.base].choices
+    return label, "no_improvement" if unchanged else "sla_met"
+
+
+def _speed(chooser: Chooser, stack: Stack) -> tuple[float, int, float]:
+    totals = chooser.totals(stack)
+    return totals.per_token_s, totals.memory_bytes, totals.kl_nats
