@@ -41,6 +41,7 @@ Candidates = Mapping[Site, Sequence[Choice]]
 LABEL_SAMPLES = (
     2  # per sequence; the second costs one backward pass and halves the noise
 )
+ROUNDED = 1e-6  # relative: what making and undoing a float32 scale may move a value
 
 
 @dataclass(slots=True)
@@ -53,6 +54,11 @@ class Rounding:
     saturated: int = 0
     flushed: int = 0
     count: int = 0
+
+    def lose(self, error: Tensor, squared: Tensor) -> None:
+        """Add δ² of one tensor, weighted with g² and not."""
+        self.kl += 0.5 * float(torch.dot(error.flatten(), squared.flatten()))
+        self.noise += float(error.sum())
 
     @property
     def sqnr_db(self) -> float:
@@ -88,6 +94,26 @@ class _Seen:
     def add(self, gradient: Tensor) -> None:
         square = gradient.detach().square()
         self.squared = square if self.squared is None else self.squared.add_(square)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What every rounding of a tensor is compared with."""
+
+    x: Tensor
+    signal: float  # Σ x²
+    nonzero: int
+    largest: float  # |x|
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Whole":
+        low, high = x.aminmax()
+        return cls(
+            x=x,
+            signal=float(torch.linalg.vector_norm(x)) ** 2,
+            nonzero=int(x.count_nonzero()),
+            largest=max(-float(low), float(high)),
+        )
 
 
 class Sweep(Reference):
@@ -162,29 +188,31 @@ class Sweep(Reference):
     def _score(self, seen: _Seen) -> None:
         assert seen.squared is not None, seen.place
         x = seen.x if seen.visible is None else seen.x.masked_fill(~seen.visible, 0.0)
+        whole = _Whole.of(x)
         calibrated = self._amaxes.get(seen.place)
         for precision in self._wanted[seen.place]:
-            operand = round_operand(x, precision, calibrated)
-            self._account((*seen.place, precision), x, operand, seen.squared)
+            codes, scale = round_operand(x, precision, calibrated)
+            sums = self._sums((*seen.place, precision), whole, (codes, scale))
+            error = codes if scale is None else codes.mul_(scale)  # fresh: ours to use
+            sums.lose(error.sub_(x).square_(), seen.squared)
 
-    def _account(
-        self,
-        key: tuple[Site, Role, Precision],
-        x: Tensor,
-        operand: Operand,
-        squared: Tensor,
-    ) -> None:
+    def _sums(
+        self, key: tuple[Site, Role, Precision], whole: "_Whole", operand: Operand
+    ) -> Rounding:
+        """Return the running sums of a rounding, with one more tensor counted."""
         sums = self.roundings.setdefault(key, Rounding())
         codes, scale = operand
-        error = apply_scale(codes, scale).sub(x).square_()
-        sums.kl += 0.5 * float(torch.dot(error.flatten(), squared.flatten()))
-        sums.noise += float(error.sum())
-        sums.signal += float(torch.linalg.vector_norm(x)) ** 2
-        sums.count += x.numel()
+        sums.signal += whole.signal
+        sums.count += codes.numel()
         if scale is not None:  # what has no scale has fp32's range, or nearly
+            sums.flushed += whole.nonzero - int(codes.count_nonzero())
             fmt = FORMATS[key[2].format]
-            sums.saturated += round(saturated_share(x, scale, fmt) * x.numel())
-            sums.flushed += int(x.count_nonzero()) - int(codes.count_nonzero())
+            if scale.numel() == 1 and whole.largest > float(scale) * fmt.max * (
+                1 + ROUNDED
+            ):
+                share = saturated_share(whole.x, scale, fmt)
+                sums.saturated += round(share * codes.numel())
+        return sums
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -195,7 +223,9 @@ class Sweep(Reference):
                     squared = self._squared_weight_gradients[part.name]
                     operand = self._weights.get(part, precision)
                     key = (site, Role.WEIGHT, precision)
-                    self._account(key, part.weight, operand, squared)
+                    sums = self._sums(key, _Whole.of(part.weight), operand)
+                    error = apply_scale(*operand).sub(part.weight)
+                    sums.lose(error.square_(), squared)
         self._squared_weight_gradients.clear()
 
 
