@@ -123,24 +123,26 @@ def _verdict(run: Run) -> dict[str, Any]:
 
 
 def _sentence(run: Run) -> str:
-    chosen = run.stacks[run.verdict.label]
-    totals = run.chooser.totals(chosen)
-    kl = run.validation.stacks[run.verdict.label].kl_nats.value
     base_label, base = run.chooser.base()
-    base_totals = run.chooser.totals(base)
-    base_kl = run.validation.stacks[base_label].kl_nats.value
+    chosen = run.chooser.totals(run.stacks[run.verdict.label])
+    before = run.chooser.totals(base)
+    kl, base_kl = (
+        run.validation.stacks[label].kl_nats.value
+        for label in (run.verdict.label, base_label)
+    )
+    name = run.device.name
     start = {
-        "sla_met": f"On {run.device.name} the chosen stack meets the target",
-        "sla_not_met": f"No stack meets the target on {run.device.name}: the nearest",
-        "no_improvement": f"On {run.device.name} nothing beats {base_label}: it",
+        "sla_met": f"On {name} the chosen stack is within the targets: it",
+        "sla_not_met": f"No stack is within the targets on {name}: the nearest",
+        "no_improvement": f"On {name} nothing improves on {base_label}: it",
     }[run.verdict.outcome]
     return (
-        f"{start} takes {microseconds(totals.per_token_s)} per token ({run.basis}; "
-        f"{base_label}: {microseconds(base_totals.per_token_s)}), "
-        f"{totals.weight_bytes / 1e6:.4g} MB of weights "
-        f"({base_label}: {base_totals.weight_bytes / 1e6:.4g} MB), and loses "
+        f"{start} takes {microseconds(chosen.per_token_s)} per token ({run.basis}; "
+        f"{base_label}: {microseconds(before.per_token_s)}), holds "
+        f"{chosen.weight_bytes / 1e6:.4g} MB of weights "
+        f"({base_label}: {before.weight_bytes / 1e6:.4g} MB) and loses "
         f"{kl:.3g} nats of KL on held-out data ({base_label}: {base_kl:.3g})."
-    ).replace("meets the target takes", "meets the target: it takes")
+    )
 
 
 def _model(run: Run) -> dict[str, Any]:

@@ -166,13 +166,13 @@ def stack(document: Document) -> Document:
 def summarize(document: Document) -> Document:
     """Return what the job object shows of the report: points without their stacks."""
     front = [{k: v for k, v in p.items() if k != "stack"} for p in document["front"]]
-    chosen = document["verdict"]["chosen"]
+    validated = document["validation"]["stacks"]
     return {
         "outcome": document["verdict"]["outcome"],
         "precision_stack": document["precision_stack"],
         "layers": document["layers"],
         "front": front,
-        "chosen": next((point for point in front if point["id"] == chosen), None),
+        "chosen": next(s for s in validated if s["id"] == "chosen"),
     }
 
 

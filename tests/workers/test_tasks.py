@@ -90,7 +90,7 @@ def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
     assert (job.status, job.percent) == (Status.SUCCEEDED, 100.0)
     assert job.outcome == DOCUMENT["verdict"]["outcome"]
     assert job.summary is not None
-    assert job.summary["chosen"]["id"] == DOCUMENT["verdict"]["chosen"]
+    assert job.summary["chosen"]["front_id"] == DOCUMENT["verdict"]["chosen"]
     assert [a.name for a in artifacts(job_id)] == [
         "report.html",
         "report.json",
