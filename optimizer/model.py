@@ -90,10 +90,21 @@ class LoadedModel:
         executor: Executor,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return fp32 logits (batch, tokens, vocab) of `ids` (batch, tokens)."""
+        """Return fp32 logits (batch, tokens, vocab) of `ids` (batch, tokens).
+
+        Positions count from the first token that `attention_mask` leaves visible.
+        """
+        positions = None
+        if attention_mask is not None:  # padding on the left must not move the text
+            positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         self.running = executor
         try:
-            out = self.network(ids, attention_mask=attention_mask, use_cache=False)
+            out = self.network(
+                ids,
+                attention_mask=attention_mask,
+                position_ids=positions,
+                use_cache=False,
+            )
         finally:
             self.running = None
         logits: Tensor = out.logits
