@@ -27,6 +27,7 @@ from optimizer.errors import Cancelled
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5  # progress reaches the row at most this often
+PATIENCE_S = 1.0  # the job looks up each second; a process is for one job, and may go
 
 
 class Progress(NamedTuple):
@@ -108,16 +109,18 @@ class Beat:
             heard = Signal.LOST if silent_s > settings().lease_s else Signal.OK
         if heard is not Signal.OK and self._signal is Signal.OK:
             self._signal = heard
-            self._stop_at = time.monotonic() + settings().cancel_limit_s
+            self._stop_at = time.monotonic() + PATIENCE_S
 
     def _lose_patience(self, now: float) -> None:
-        """End the process if the job did not stop in time: a kernel that hangs."""
+        """End the process if the job did not stop by itself: a kernel that is long."""
         if self._stop_at is None or now < self._stop_at:
             return
-        logger.error("job %s did not stop; leaving", self._claim.job_id)
-        with transaction() as session:
-            jobs.cancelled(session, self._claim)
-        self._leave(1)
+        logger.warning("job %s did not stop by itself", self._claim.job_id)
+        try:
+            with transaction() as session:
+                jobs.cancelled(session, self._claim)
+        finally:
+            self._leave(1)
 
     def _give_back(self) -> None:
         """Let another worker have the job: this one was told to stop."""
