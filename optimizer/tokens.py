@@ -1,6 +1,5 @@
 """Text becomes sequences of token ids, with the model's own tokenizer."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from optimizer import datasets
+from optimizer.checkpoint import TOKENIZER
 from optimizer.errors import DatasetError, ModelError
+from optimizer.weights import strict_json
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +41,47 @@ class Tokens:
 
 
 def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load `tokenizer.json` of a model folder; no other code, no network."""
-    file = folder / "tokenizer.json"
+    """Load `tokenizer.json` of a model folder; no other code, no network.
+
+    Raises ModelError naming the file that is missing or cannot be read.
+    """
+    file = folder / TOKENIZER
     if not file.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json")
-    template = None
-    config = folder / "tokenizer_config.json"
-    if config.is_file():
-        template = json.loads(config.read_text("utf-8")).get("chat_template")
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(file), chat_template=template or None
-    )
+        raise ModelError(f"{folder} has no {TOKENIZER}")
+    try:
+        tok = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # the library below raises nothing narrower
+        raise ModelError(f"{TOKENIZER} cannot be read: {error}") from None
+    config = _config(folder)
+    tok.chat_template = _template(folder, config)
+    for name in SPECIAL_TOKENS:  # templates add them to strings; no vocabulary grows
+        token = config.get(name)
+        setattr(tok, name, token.get("content") if isinstance(token, dict) else token)
+    return tok
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        return strict_json(file.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{file.name} cannot be read: {error}") from None
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the chat template: of its own file, as transformers 5 writes it, first."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # of several, the one that is meant for chats
+        every = [t for t in template if isinstance(t, dict)]
+        template = next(
+            (t.get("template") for t in every if t.get("name") == "default"), None
+        )
+    return template if isinstance(template, str) and template else None
 
 
 def chat_renderer(tok: PreTrainedTokenizerFast) -> datasets.Render:
