@@ -9,14 +9,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
 
+from api import operate
 from api.client import FINAL
 from tests.service import (
     BODY,
     FAST,
+    MARK,
     Service,
     eventually,
     processes,
@@ -160,6 +163,28 @@ def test_a_port_in_use_is_named(data_dir: Path) -> None:
     assert end.returncode == 1
     assert f"127.0.0.1:{port}" in end.stderr
     assert "Traceback" not in end.stderr
+
+
+def test_the_demo_shows_a_stack_saves_its_report_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    tiny_model(tmp_path / "models" / operate.DEMO["model"])  # small under a big name
+    mark = uuid4().hex
+    end = subprocess.run(
+        [sys.executable, "-m", "api.cli", "demo", "--data-dir", str(tmp_path)],
+        env={**os.environ, MARK: mark, "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        timeout=RESULT_S,
+        check=False,
+    )
+    assert end.returncode == 0, end.stderr
+    assert "lm_head" in end.stdout
+    assert "the job took" in end.stdout
+    page = Path(end.stdout.rsplit("report:", 1)[1].strip())
+    assert page.read_text().lstrip().lower().startswith("<!doctype html>")
+    assert "load" in end.stderr  # the progress
+    assert processes(mark) == []
 
 
 def serve_once(data_dir: Path, *options: str) -> "subprocess.CompletedProcess[str]":
