@@ -5,6 +5,8 @@ DATA_DIR ?= var
 BIN := .venv/bin
 INSTALLED := .venv/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# torch threads sleep while they wait: the cores may be shared.
+export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo model serve test lint format bench clean
