@@ -6,7 +6,7 @@ several stacks are as good as that one, the fastest of them is taken.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from optimizer import search
@@ -254,10 +254,13 @@ class Chooser:
         return None if picked is None else self._stack(picked)
 
     def nearest(self, sla: LatencySla) -> Stack:
-        """Return the stack that misses the targets by least: the fastest that fits."""
-        axis: search.Axis = (
-            "first_token_s" if sla.per_token_s is None else "per_token_s"
-        )
+        """Return the stack that misses the targets by least: the fastest that fits.
+
+        Fastest by the target that stands alone or that nothing meets.
+        """
+        per_token = replace(sla, first_token_s=None)
+        held = sla.per_token_s is None or self.least_loss(per_token) is not None
+        axis: search.Axis = "first_token_s" if held else "per_token_s"
         found = search.nearest(
             self._options(), max_bytes=self.max_bytes, objective=axis
         )

@@ -153,7 +153,8 @@ def model_shape(
     hidden, vocab = config.hidden_size, config.vocab_size
     embeddings = [m for m in network.modules() if isinstance(m, nn.Embedding)]
     table = sum(m.weight.numel() for m in embeddings)
-    sites = [SiteShape(Site(WHOLE_MODEL, Component.EMBEDDINGS), hidden, vocab, table)]
+    # A row of the table, with a scale of its own, is one token: n = vocab, k = hidden.
+    sites = [SiteShape(Site(WHOLE_MODEL, Component.EMBEDDINGS), vocab, hidden, table)]
     for index, layer in enumerate(layers):
         sites += _layer_shapes(config, index, layer, parts)
     sites.append(SiteShape(Site(WHOLE_MODEL, Component.NORMS), elements=hidden))

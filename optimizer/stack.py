@@ -251,7 +251,9 @@ def roundings(
     """Return what `choice` rounds at a site of `component`; fp32 rounds nothing."""
     if component is Component.EMBEDDINGS:
         assert choice.weight is not None
-        every = [(Role.WEIGHT, choice.weight), (Role.OUTPUT, Precision(choice.output))]
+        every = [(Role.WEIGHT, choice.weight)]
+        if choice.output != choice.weight.format:  # else rounded already
+            every.append((Role.OUTPUT, Precision(choice.output)))
     elif choice.weight is None:
         every = [(Role.INPUT, choice.input), (Role.OUTPUT, choice.input)]
     else:
