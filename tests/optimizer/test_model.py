@@ -5,11 +5,14 @@ import torch
 from torch import nn
 
 from optimizer.calibrate import amaxes, calibrate
+from optimizer.cost import site_cost
 from optimizer.errors import ModelError, NonFiniteError
 from optimizer.execute import Reference, Stacked, WeightCodes
 from optimizer.formats import BF16
+from optimizer.hardware import device
 from optimizer.model import instrument, load, refuse_unusable_weights
 from optimizer.quantize import round_to_format
+from optimizer.spec import Workload
 from optimizer.stack import (
     CHOICES,
     WHOLE_MODEL,
@@ -228,3 +231,13 @@ def test_attention_rows_that_see_nothing_do_no_harm() -> None:
     mask[0, :4] = 0
     stats = calibrate(model, [ids], masks=[mask])
     assert all(s.amax.isfinite().all() for s in stats.values())
+
+
+@pytest.mark.parametrize("component", [Component.EMBEDDINGS, Component.LM_HEAD])
+def test_a_table_in_eight_bits_has_a_scale_for_each_token(component: Component) -> None:
+    model = tiny.loaded("Gemma2ForCausalLM")  # tied: one tensor, of one size
+    shape = next(s for s in model.shape.sites if s.site.component is component)
+    narrow = "fp8_e4m3" if component is Component.EMBEDDINGS else "fp8_e4m3_weight_only"
+    choice = choice_named(component, narrow)
+    cost = site_cost(shape, choice, device("h100"), Workload(), model.shape)
+    assert cost.weight_bytes == tiny.VOCAB * 32 + 4 * tiny.VOCAB
