@@ -132,6 +132,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_samples() -> None:
     model = tiny.loaded()
     held = {}

@@ -1,122 +1,38 @@
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from optimizer import run
 from optimizer.choose import (
-    Chooser,
-    CostOf,
     Row,
-    Totals,
-    allowed,
-    as_good_as,
-    candidates,
     fp8_share,
-    modelled,
-    tabulate,
     why_high,
-    would_meet,
 )
 from optimizer.cost import SiteCost, stack_cost
 from optimizer.hardware import device
 from optimizer.sensitivity import Sensitivity
-from optimizer.spec import LatencySla, OptimizeSpec, Workload
 from optimizer.stack import (
     CHOICES,
-    WHOLE_MODEL,
-    Choice,
     Component,
-    ModelShape,
-    Site,
-    SiteShape,
     Stack,
     choice_named,
 )
-from optimizer.validate import Interval, Quality, Validation
-
-OUT, FFN, DOWN = (
-    Site(0, c) for c in (Component.ATTN_OUT, Component.FFN_IN, Component.FFN_OUT)
+from tests.optimizer.toy import (
+    BATCH,
+    DOWN,
+    EMBEDDINGS,
+    FFN,
+    HEAD,
+    NORMS,
+    OUT,
+    SPEC,
+    chooser,
+    named,
+    picked,
+    toy,
+    usual,
 )
-NORMS = Site(0, Component.NORMS)
-EMBEDDINGS, HEAD = (
-    Site(WHOLE_MODEL, c) for c in (Component.EMBEDDINGS, Component.LM_HEAD)
-)
-MATRICES = (OUT, FFN, DOWN)
-BATCH = Workload(batch_size=16, prompt_tokens=512, output_tokens=128)
-SPEC = OptimizeSpec("toy", "toy", "0" * 64, "l4", workload=BATCH)
-NO_TARGET = LatencySla()
-IMPOSSIBLE = LatencySla(per_token_s=1e-9)
-ROOM = 10**12  # bytes: more than anything here needs
-
-Loss = Callable[[Site, Choice], float]
-
-
-def toy(*, tied: bool = True) -> ModelShape:
-    """One layer of width 4096, without attention, wide enough for FP8 to pay."""
-    table = 1600 * 4096
-    sites = (
-        SiteShape(EMBEDDINGS, 1600, 4096, table),
-        SiteShape(OUT, 4096, 4096, 4096 * 4096, parts=(4096,)),
-        SiteShape(FFN, 16384, 4096, 16384 * 4096, parts=(8192, 8192)),
-        SiteShape(DOWN, 4096, 8192, 4096 * 8192, parts=(4096,)),
-        SiteShape(NORMS, elements=2 * 4096),
-        SiteShape(HEAD, 1600, 4096, table, parts=(1600,)),
-    )
-    return ModelShape(
-        architecture="Toy",
-        layers=1,
-        hidden=4096,
-        vocab=1600,
-        max_context=2048,
-        parameters=sum(s.weight_elements for s in sites) - (table if tied else 0),
-        stored_bytes=0,
-        tied_embeddings=tied,
-        sites=sites,
-    )
-
-
-NATS = {"fp32": 0.0, "fp16": 1e-6, "bf16": 1e-5}
-
-
-def usual(site: Site, choice: Choice) -> float:
-    """FP8 loses 100 times as much as bf16, and e5m2 four times as much as e4m3."""
-    narrow = {"fp8_e4m3_token": 5e-4, "fp8_e4m3_weight_only": 3e-4, "fp8_e5m2": 4e-3}
-    return NATS.get(choice.name) or narrow.get(choice.name, 1e-3) * choice.is_fp8
-
-
-def chooser(
-    loss: Loss = usual,
-    *,
-    spec: OptimizeSpec = SPEC,
-    shape: ModelShape | None = None,
-    cost_of: CostOf | None = None,
-    max_bytes: int = ROOM,
-    overflowing: dict[Site, float] | None = None,
-) -> Chooser:
-    shape = shape or toy()
-    target = device(spec.hardware)
-    verdicts = allowed(shape, target, spec, overflowing or {})
-    losses = {
-        (site, c): Sensitivity(loss(site, c), 30.0, 0.0, 0.0)
-        for site, some in candidates(verdicts).items()
-        for c in some
-    }
-    cost_of = cost_of or modelled(shape, target, spec.workload)
-    return Chooser(shape, tabulate(shape, verdicts, losses, cost_of), max_bytes)
-
-
-def named(**choices: str) -> Stack:
-    """A stack from {component: choice name}."""
-    sites = {s.component.value: s for s in (EMBEDDINGS, OUT, FFN, DOWN, NORMS, HEAD)}
-    return Stack.from_json({str(sites[k]): v for k, v in choices.items()})
-
-
-def picked(stack: Stack) -> dict[str, str]:
-    return {str(s): c.name for s, c in stack.choices.items()}
-
 
 # Sums
 
@@ -194,176 +110,6 @@ def test_the_front_fits_the_memory() -> None:
     found = [tight.totals(s).memory_bytes for s in tight.front()]
     assert found
     assert max(found) <= limit
-
-
-# The rule
-
-
-def measured(
-    plan: run.Plan, some: Chooser, times: dict[str, float] | None = None
-) -> Validation:
-    """A validation that finds what was predicted, times a factor by label."""
-
-    def quality(label: str, stack: Stack) -> Quality:
-        kl = some.totals(stack).kl_nats * (times or {}).get(label, 1.0)
-        one = Interval(1.0, 1.0, 1.0)
-        return Quality(Interval(kl, kl, kl), one, one, kl, kl)
-
-    found = {k: quality(k, s) for k, s in plan.stacks.items()}
-    return Validation(tokens=512, reference_perplexity=1.0, stacks=found)
-
-
-def decide(
-    some: Chooser, sla: LatencySla, times: dict[str, float] | None = None
-) -> tuple[Stack, str]:
-    plan = run._plan(some, replace(SPEC, latency_sla=sla))
-    label, outcome = run.choose(plan, some, measured(plan, some, times))
-    return plan.stacks[label], outcome
-
-
-def free_at_ffn_in(site: Site, choice: Choice) -> float:
-    """FP8 in ffn_in loses no more than bf16; elsewhere as usual."""
-    if site == FFN and choice.name == "fp8_e4m3":
-        return NATS["bf16"]
-    return usual(site, choice)
-
-
-def test_of_stacks_as_good_as_16_bits_the_fastest_is_taken() -> None:
-    some = chooser(free_at_ffn_in)
-    stack, outcome = decide(some, NO_TARGET)
-    assert outcome == "sla_met"
-    assert stack.choices[FFN].name == "fp8_e4m3"
-    assert {stack.choices[s].name for s in (OUT, DOWN)} == {"bf16"}
-    base = some.totals(some.base()[1])
-    totals = some.totals(stack)
-    assert totals.kl_nats <= base.kl_nats
-    assert totals.per_token_s < base.per_token_s
-    assert totals.memory_bytes <= base.memory_bytes
-
-
-def test_what_measures_worse_than_16_bits_is_not_as_good_as_predicted() -> None:
-    some = chooser(free_at_ffn_in)
-    twice = {f"as_good_{i}": 2.0 for i in range(3)}
-    stack, outcome = decide(some, NO_TARGET, twice)
-    assert stack.choices == some.base()[1].choices
-    assert outcome == "no_improvement"
-
-
-def test_without_anything_to_gain_16_bits_stay() -> None:
-    some = chooser(spec=replace(SPEC, formats=("bf16",)))
-    stack, outcome = decide(some, NO_TARGET)
-    assert {stack.choices[s].name for s in MATRICES} == {"bf16"}
-    assert outcome == "no_improvement"
-
-
-def test_a_tight_target_takes_the_least_loss_that_meets_it() -> None:
-    some = chooser()
-    base, fast = some.totals(some.base()[1]), some.totals(some.nearest(IMPOSSIBLE))
-    target = (base.per_token_s + fast.per_token_s) / 2
-    stack, outcome = decide(some, LatencySla(per_token_s=target))
-    assert outcome == "sla_met"
-    totals = some.totals(stack)
-    assert totals.per_token_s <= target
-    assert fp8_share(some.model, stack) > 0.0
-    # By brute force over every stack of this model.
-    usable = [[r for r in rows if r.refused is None] for rows in some.table.values()]
-    losses = [
-        t.kl_nats
-        for rows in itertools.product(*usable)
-        for t in [some._sum(iter(zip(some.table, rows, strict=True)))]
-        if t.per_token_s <= target
-    ]
-    assert totals.kl_nats == pytest.approx(min(losses), rel=1e-9)
-
-
-def test_tighter_targets_lose_more_and_narrow_more() -> None:
-    some = chooser()
-    base, fast = some.totals(some.base()[1]), some.totals(some.nearest(IMPOSSIBLE))
-    steps = [
-        base.per_token_s * (1 - k / 4) + fast.per_token_s * k / 4 for k in range(5)
-    ]
-    found = [decide(some, LatencySla(per_token_s=s * (1 + 1e-9)))[0] for s in steps]
-    lost = [some.totals(s).kl_nats for s in found]
-    assert lost == sorted(lost)
-    assert lost[0] < lost[-1]
-    shares = [fp8_share(some.model, s) for s in found]
-    assert shares[0] == 0.0
-    assert shares[-1] > 0.9
-
-
-def test_an_impossible_target_gets_the_fastest_and_what_would_meet_it() -> None:
-    some = chooser()
-    stack, outcome = decide(some, IMPOSSIBLE)
-    assert outcome == "sla_not_met"
-    totals = some.totals(stack)
-    usable = [[r for r in rows if r.refused is None] for rows in some.table.values()]
-    fastest = sum(min(r.cost.per_token_s for r in rows if r.cost) for rows in usable)
-    assert totals.per_token_s == pytest.approx(fastest, rel=1e-9)
-    said = would_meet(some, totals, replace(SPEC, latency_sla=IMPOSSIBLE))
-    assert said == [f"latency_sla.per_token_s of {totals.per_token_s:.3g} s or more"]
-
-
-def test_other_hardware_that_is_fast_enough_is_named() -> None:
-    some = chooser()
-    nearest = some.totals(some.nearest(IMPOSSIBLE))
-    sla = LatencySla(
-        per_token_s=nearest.per_token_s / 3
-    )  # an H100 has 11 times the bandwidth
-    said = would_meet(some, nearest, replace(SPEC, latency_sla=sla))
-    assert len(said) == 2
-    assert said[1].startswith("other hardware (modelled): ")
-    listed = said[1].removeprefix("other hardware (modelled): ").split(", ")
-    assert "h100" in listed
-    assert "l4" not in listed
-    assert "t4" not in listed
-
-
-def test_the_smallest_stack_is_nearest_where_memory_is_short() -> None:
-    some = chooser(max_bytes=1)
-    stack, outcome = decide(some, NO_TARGET)
-    assert outcome == "sla_not_met"
-    totals = some.totals(stack)
-    smallest = min(chooser().totals(s).memory_bytes for s in chooser().front())
-    assert totals.memory_bytes == smallest
-    said = would_meet(some, totals, SPEC)
-    assert said[0] == (
-        f"{smallest / 1e9:.3g} GB of memory: the smallest stack needs that much"
-    )
-
-
-def test_the_target_that_nothing_meets_decides_what_is_nearest() -> None:
-    some = chooser()
-    impossible = LatencySla(per_token_s=1.0, first_token_s=1e-9)
-    stack, outcome = decide(some, impossible)
-    assert outcome == "sla_not_met"
-    first = some.totals(some.nearest(LatencySla(first_token_s=1e-9))).first_token_s
-    assert some.totals(stack).first_token_s == pytest.approx(first, rel=1e-9)
-
-
-def test_as_good_as_stays_within_the_targets_the_loss_and_the_size() -> None:
-    some = chooser(free_at_ffn_in)
-    base = some.totals(some.base()[1])
-    for sla in (NO_TARGET, LatencySla(first_token_s=base.first_token_s)):
-        for stack in as_good_as(some, sla, base):
-            totals = some.totals(stack)
-            assert totals.meets(sla)
-            assert totals.kl_nats <= base.kl_nats
-            assert totals.memory_bytes <= base.memory_bytes
-
-
-@pytest.mark.parametrize(
-    ("sla", "met"),
-    [
-        (LatencySla(), True),
-        (LatencySla(per_token_s=2.0), True),
-        (LatencySla(per_token_s=1.9), False),
-        (LatencySla(first_token_s=2.9), False),
-        (LatencySla(per_token_s=2.0, first_token_s=3.0), True),
-        (LatencySla(per_token_s=2.0, first_token_s=2.9), False),
-    ],
-)
-def test_absent_targets_always_hold(sla: LatencySla, met: bool) -> None:
-    assert Totals(0.0, 2.0, 3.0, 0, 0).meets(sla) is met
 
 
 # Uniform stacks
