@@ -128,7 +128,7 @@ def optimize(spec: OptimizeSpec, progress: Progress) -> dict[str, Any]:
             device=target,
             basis=basis,
             chooser=chooser,
-            front=plan.front,
+            front=plan.front_with(label),
             stacks=plan.kept(label, plan.stacks),
             validation=replace(validation, stacks=plan.kept(label, validation.stacks)),
             verdict=Verdict(outcome, CHOSEN, tuple(advice)),
@@ -204,6 +204,11 @@ class Plan:
     contenders: tuple[str, ...]  # labels
     reachable: bool  # whether any stack meets the targets
     front: list[Stack]
+
+    def front_with(self, label: str) -> list[Stack]:
+        """Return the front, with the chosen stack last where a prediction beats it."""
+        chosen = self.stacks[label]
+        return self.front if chosen in self.front else [*self.front, chosen]
 
     def kept(self, label: str, values: "Mapping[str, T]") -> "dict[str, T]":
         """Return the values by label, the chosen contender first and under its role."""
