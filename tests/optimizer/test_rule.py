@@ -82,6 +82,17 @@ def test_what_measures_worse_than_16_bits_is_not_as_good_as_predicted() -> None:
     assert outcome == "no_improvement"
 
 
+def test_what_is_chosen_is_a_point_of_the_front_even_where_a_prediction_beats_it() -> (
+    None
+):
+    some = chooser(free_at_ffn_in)
+    plan = run._plan(some, SPEC)
+    front = plan.front_with(plan.base)
+    assert plan.stacks[plan.base] not in plan.front  # FP8 in ffn_in beats it
+    assert front == [*plan.front, plan.stacks[plan.base]]
+    assert plan.front_with("as_good_0") == plan.front
+
+
 def test_without_anything_to_gain_16_bits_stay() -> None:
     some = chooser(spec=replace(SPEC, formats=("bf16",)))
     stack, outcome = decide(some, NO_TARGET)
