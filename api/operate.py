@@ -85,13 +85,18 @@ def serve(
 
 def demo(data_dir: DataDir = DATA_DIR) -> None:
     """Start a service, optimize the demo model over HTTP, show the result, stop."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end it in order
     with _service(data_dir) as client:
         console.err.print("POST /v1/optimize", json.dumps(DEMO), soft_wrap=True)
         started = time.monotonic()
         job = client.optimize(DEMO)
         console.err.print(f"job {job['id']}")
-        with console.live_progress() as show:
-            job = client.wait(job["id"], show, poll_s=0.5)
+        try:
+            with console.live_progress() as show:
+                job = client.wait(job["id"], show, poll_s=0.5)
+        except KeyboardInterrupt:
+            client.cancel(job["id"])  # or the next demo would begin with it
+            raise
         took_s = time.monotonic() - started
         if job["status"] != "succeeded":
             console.failure(job)
