@@ -28,7 +28,7 @@ from optimizer.stack import (
 FRONT_POINTS = 24
 # Budgets, as shares of the 16-bit stack's predicted loss, at which the fastest stack
 # is tried: predictions add up what is measured together, so one may turn out worse.
-AS_GOOD_BUDGETS = (1.0, 0.6, 0.3)
+AS_GOOD_BUDGETS = (1.0, 0.5)
 
 CostOf = Callable[[SiteShape, Choice], SiteCost]
 

@@ -128,7 +128,7 @@ def optimize(spec: OptimizeSpec, progress: Progress) -> dict[str, Any]:
             device=target,
             basis=basis,
             chooser=chooser,
-            front=plan.front_with(label),
+            front=plan.front_with(label, chooser),
             stacks=plan.kept(label, plan.stacks),
             validation=replace(validation, stacks=plan.kept(label, validation.stacks)),
             verdict=Verdict(outcome, CHOSEN, tuple(advice)),
@@ -205,10 +205,21 @@ class Plan:
     reachable: bool  # whether any stack meets the targets
     front: list[Stack]
 
-    def front_with(self, label: str) -> list[Stack]:
-        """Return the front, with the chosen stack last where a prediction beats it."""
+    def front_with(self, label: str, chooser: Chooser) -> list[Stack]:
+        """Return the front with the chosen stack on it.
+
+        What was predicted to beat a stack that the measurement chose is withdrawn.
+        """
         chosen = self.stacks[label]
-        return self.front if chosen in self.front else [*self.front, chosen]
+        if chosen in self.front:
+            return self.front
+        mine = _objectives(chooser, chosen)
+        kept = [
+            stack
+            for stack in self.front
+            if pareto_mask(np.array([mine, _objectives(chooser, stack)]))[0]
+        ]
+        return _nondominated(chooser, [*kept, chosen])
 
     def kept(self, label: str, values: "Mapping[str, T]") -> "dict[str, T]":
         """Return the values by label, the chosen contender first and under its role."""
@@ -254,19 +265,23 @@ def _contenders(
     found = {f"as_good_{i}": stack for i, stack in enumerate(good)}
     if totals.meets(sla) and totals.memory_bytes <= chooser.max_bytes:
         found[base_label] = base
-    return {**found, "least_loss": best}
+    return found or {"least_loss": best}
 
 
 def _nondominated(chooser: Chooser, stacks: list[Stack]) -> list[Stack]:
     """Return distinct stacks that no other dominates in the prediction, fastest first."""
     unique: dict[tuple[float, float, int], Stack] = {}
     for stack in stacks:
-        t = chooser.totals(stack)
-        unique.setdefault((t.per_token_s, t.kl_nats, t.memory_bytes), stack)
+        unique.setdefault(_objectives(chooser, stack), stack)
     points = np.array(list(unique), dtype=np.float64)
     on_front = pareto_mask(points)
     kept = [(k, s) for (k, s), on in zip(unique.items(), on_front, strict=True) if on]
     return [s for _, s in sorted(kept, key=lambda pair: pair[0])]
+
+
+def _objectives(chooser: Chooser, stack: Stack) -> tuple[float, float, int]:
+    totals = chooser.totals(stack)
+    return totals.per_token_s, totals.kl_nats, totals.memory_bytes
 
 
 def _spread(length: int, count: int) -> list[int]:

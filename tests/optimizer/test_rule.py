@@ -1,6 +1,7 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from optimizer import run
@@ -11,6 +12,7 @@ from optimizer.choose import (
     fp8_share,
     would_meet,
 )
+from optimizer.pareto import pareto_mask
 from optimizer.spec import LatencySla
 from optimizer.stack import (
     Choice,
@@ -76,21 +78,21 @@ def test_of_stacks_as_good_as_16_bits_the_fastest_is_taken() -> None:
 
 def test_what_measures_worse_than_16_bits_is_not_as_good_as_predicted() -> None:
     some = chooser(free_at_ffn_in)
-    twice = {f"as_good_{i}": 2.0 for i in range(3)}
+    twice = {f"as_good_{i}": 2.0 for i in range(2)}
     stack, outcome = decide(some, NO_TARGET, twice)
     assert stack.choices == some.base()[1].choices
     assert outcome == "no_improvement"
 
 
-def test_what_is_chosen_is_a_point_of_the_front_even_where_a_prediction_beats_it() -> (
-    None
-):
+def test_what_is_chosen_is_on_the_front_and_what_was_to_beat_it_is_withdrawn() -> None:
     some = chooser(free_at_ffn_in)
     plan = run._plan(some, SPEC)
-    front = plan.front_with(plan.base)
-    assert plan.stacks[plan.base] not in plan.front  # FP8 in ffn_in beats it
-    assert front == [*plan.front, plan.stacks[plan.base]]
-    assert plan.front_with("as_good_0") == plan.front
+    front = plan.front_with(plan.base, some)
+    assert plan.stacks[plan.base] not in plan.front  # FP8 in ffn_in should beat it
+    assert plan.stacks[plan.base] in front
+    points = np.array([run._objectives(some, stack) for stack in front])
+    assert pareto_mask(points).all()
+    assert plan.front_with("as_good_0", some) == plan.front
 
 
 def test_without_anything_to_gain_16_bits_stay() -> None:
