@@ -1,0 +1,204 @@
+"""What a run says holds together, for devices of every kind."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from optimizer.stack import CHOICES, Component, Stack
+from tests.optimizer.conftest import Document, chosen
+from tests.optimizer.example_document import example_document
+from tests.service import LAYERS
+
+HARDWARE = ("h100", "l4", "t4", "mi300x", "local")
+SLOW = pytest.mark.slow
+QUICK = (  # a device costs a second or two, whatever many tests look at it
+    "h100",
+    "t4",
+    *(pytest.param(h, marks=SLOW) for h in ("l4", "mi300x", "local")),
+)
+SITES_OF_A_LAYER = 9
+
+
+@pytest.fixture(params=QUICK)
+def document(
+    request: pytest.FixtureRequest, document_of: Callable[[str], Document]
+) -> Document:
+    return document_of(request.param)
+
+
+def point(document: Document, name: str) -> Document:
+    return next(p for p in document["front"] if p["id"] == name)
+
+
+def test_the_document_is_plain_json(document: Document) -> None:
+    text = json.dumps(document, allow_nan=False)
+    assert json.loads(text) == document  # no tuples, no numbers as keys
+
+
+def shape(value: Any, free: tuple[str, ...] = ()) -> set[str]:
+    """Every path of keys; what `free` names has keys of its own."""
+    if isinstance(value, list):
+        return {p for v in value for p in shape(v, free)}
+    if not isinstance(value, dict):
+        return set()
+    inner = ((k, set() if k in free else shape(v, free)) for k, v in value.items())
+    return {path for k, some in inner for path in {k, *(f"{k}.{p}" for p in some)}}
+
+
+def test_the_documents_keys_are_those_that_reports_are_made_from(
+    document_of: Callable[[str], Document],
+) -> None:
+    free = ("stack", "choices", "precision_stack", "stored_dtypes", "versions")
+    empty = ("unrecognized",)  # every module of this model is recognized
+    example = shape(example_document(), (*free, *empty))
+    assert example <= shape(document_of("h100"), (*free, *empty))
+
+
+def test_the_front_holds_no_point_that_another_beats(document: Document) -> None:
+    front = document["front"]
+    assert len(front) >= 5
+    assert [p["id"] for p in front] == [f"p{i}" for i in range(len(front))]
+    # What is chosen may be beaten in the prediction, not in the measurement.
+    rest = [p for p in front if p["id"] != document["verdict"]["chosen"]]
+    axes = ("per_token_s", "kl_nats", "memory_bytes")
+    for a, b in itertools.permutations(rest, 2):
+        assert not all(a[k] <= b[k] for k in axes), (a["id"], b["id"])
+    seconds = [p["per_token_s"] for p in rest]
+    assert seconds == sorted(seconds)
+
+
+def test_what_is_chosen_is_on_the_front_and_validated(document: Document) -> None:
+    it = chosen(document)
+    assert it["front_id"] == document["verdict"]["chosen"]
+    found = point(document, it["front_id"])
+    assert found["validated"]
+    assert found["kl_nats"] == it["predicted_kl_nats"]
+    for key in ("per_token_s", "first_token_s", "bytes", "memory_bytes", "fp8_share"):
+        assert found[key] == it[key]
+    kl = it["kl_nats"]
+    assert 0.0 <= kl["low"] <= kl["value"] <= kl["high"]
+    assert [s["id"] for s in document["validation"]["stacks"] if s["chosen"]] == [
+        "chosen"
+    ]
+
+
+def test_sites_and_layers_say_the_stack_that_was_chosen(document: Document) -> None:
+    stack = point(document, document["verdict"]["chosen"])["stack"]
+    assert {s["site"]: s["choice"] for s in document["sites"]} == stack
+    assert len(document["sites"]) == LAYERS * SITES_OF_A_LAYER + 3
+    by_layer = {
+        f"layers.{row['layer']}.{component}": choice
+        for row in document["layers"]
+        for component, choice in row["choices"].items()
+    }
+    whole = {s: stack[s] for s in ("embeddings", "norms", "lm_head")}
+    assert {**whole, **by_layer} == stack
+    assert [row["layer"] for row in document["layers"]] == list(range(LAYERS))
+
+
+def test_every_stack_of_the_front_can_be_read_back(document: Document) -> None:
+    sites = {s["site"] for s in document["sites"]}
+    for found in document["front"]:
+        stack = Stack.from_json(found["stack"])
+        assert stack.to_json() == found["stack"]
+        assert {str(s) for s in stack.choices} == sites
+
+
+def test_figures_of_the_sites_add_up(document: Document) -> None:
+    it = chosen(document)
+    for key, total in (
+        ("per_token_s", it["per_token_s"]),
+        ("first_token_s", it["first_token_s"]),
+        ("kl_nats", it["predicted_kl_nats"]),
+    ):
+        for rows in (document["sites"], document["components"]):
+            assert math.fsum(r[key] for r in rows) == pytest.approx(total, rel=1e-9)
+    assert sum(c["sites"] for c in document["components"]) == len(document["sites"])
+    for row in document["components"]:
+        assert sum(row["choices"].values()) == row["sites"]
+        assert document["precision_stack"][row["component"]] == row["choice"]
+        assert row["choices"][row["choice"]] == max(row["choices"].values())
+
+
+def test_every_choice_of_every_site_has_figures_or_a_reason(document: Document) -> None:
+    for site in document["sites"]:
+        component = Component(site["component"])
+        rows = {a["choice"]: a for a in site["alternatives"]}
+        assert list(rows) == [c.name for c in CHOICES[component]]
+        assert rows[site["choice"]]["refused"] is None
+        for row in rows.values():
+            figures = [row[k] for k in ("kl_nats", "per_token_s", "bytes")]
+            if row["refused"] is None:
+                assert all(math.isfinite(v) and v >= 0 for v in figures)
+                assert 0.0 <= row["saturated"] <= 1.0
+                assert 0.0 <= row["flushed"] <= 1.0
+            else:
+                assert figures == [None, None, None]
+        narrow = next(c for c in CHOICES[component] if c.name == site["choice"]).is_fp8
+        assert (site["reason"] is None) == narrow
+
+
+@SLOW
+def test_baselines_are_those_of_the_device(
+    document_of: Callable[[str], Document],
+) -> None:
+    wanted = {
+        "h100": {"all_bf16", "all_e4m3"},
+        "l4": {"all_bf16", "all_e4m3"},
+        "mi300x": {"all_bf16", "all_e4m3"},
+        "t4": {"all_fp16"},
+        "local": {"all_bf16", "all_e4m3_weight_only"},
+    }
+    for hardware, labels in wanted.items():
+        ids = {s["id"] for s in document_of(hardware)["validation"]["stacks"]}
+        assert {i for i in ids if i.startswith("all_")} == labels
+        assert "chosen" in ids
+
+
+def test_a_device_without_fp8_gets_none(document_of: Callable[[str], Document]) -> None:
+    for found in document_of("t4")["front"]:
+        assert set(found["stack"].values()) <= {"fp32", "fp16"}
+
+
+@SLOW
+def test_local_latency_is_measured_and_the_rest_is_modelled(
+    document_of: Callable[[str], Document],
+) -> None:
+    for hardware in HARDWARE:
+        found = document_of(hardware)
+        basis = "measured" if hardware == "local" else "modelled"
+        assert found["hardware"]["basis"] == basis
+        assert basis in found["verdict"]["sentence"]
+        assert all(p["per_token_s"] > 0 for p in found["front"])
+
+
+def test_without_a_target_nothing_is_lost_that_16_bits_keep(
+    document: Document,
+) -> None:
+    stacks = {s["id"]: s for s in document["validation"]["stacks"]}
+    base = next(v for k, v in stacks.items() if k in ("all_bf16", "all_fp16"))
+    it = stacks["chosen"]
+    assert it["kl_nats"]["value"] <= base["kl_nats"]["value"]
+    assert it["per_token_s"] <= base["per_token_s"]
+    assert document["verdict"]["outcome"] in ("sla_met", "no_improvement")
+
+
+def test_other_data_is_compared(document: Document) -> None:
+    contrast = document["contrast"]
+    assert contrast["distribution"] == "code"
+    assert contrast["tokens"] == 512
+    assert -1.0 <= contrast["rank_correlation"] <= 1.0
+
+
+def test_a_context_beyond_the_calibrated_length_is_warned_about(
+    document: Document,
+) -> None:
+    # Case B5: scales from 64 tokens say little about 640.
+    (said,) = document["warnings"]
+    assert "640 tokens of context" in said
+    assert "sequences of 64" in said
+    assert any("measured at 64 tokens" in limit for limit in document["limits"])
