@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 # Shares of a job's time, of 100; measured on SmolLM2-135M and two cores.
 PHASES = {
-    "load": 5.0,
-    "calibrate": 10.0,
-    "sweep": 35.0,
-    "search": 5.0,
-    "validate": 42.0,
-    "report": 3.0,
+    "load": 4.0,
+    "calibrate": 8.0,
+    "sweep": 38.0,
+    "search": 2.0,
+    "validate": 46.0,
+    "report": 2.0,
 }
 CLOSE_TRIES = 6  # 0.5 + 1 + 2 + 4 + 8 s: within the lease, the row is still ours
 

@@ -252,11 +252,11 @@ def test_the_last_word_of_every_phase_reaches_the_row(optimizer: Any) -> None:
 def test_percent_by_hand() -> None:
     now = 0.0
     meter = Meter(lambda: now)
-    # load 5 + half of calibrate's 10
-    now = 10.0
-    assert meter.read("calibrate", 0.5) == Progress("calibrate", 10.0, 90.0)
+    # load 4 + half of calibrate's 8; 8 % took 16 s, so 92 % take 184 s
+    now = 16.0
+    assert meter.read("calibrate", 0.5) == Progress("calibrate", 8.0, 184.0)
     # an earlier place does not take the percentage back
-    assert meter.read("load", 1.0).percent == 10.0
+    assert meter.read("load", 1.0).percent == 8.0
     assert meter.read("report", 1.0).percent == 100.0
 
 
