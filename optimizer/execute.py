@@ -15,14 +15,13 @@ from optimizer.formats import FORMATS
 from optimizer.model import AttentionStep, LoadedModel
 from optimizer.quantize import (
     amax,
-    matmul_codes,
     quantize,
     round_to_format,
     scale_from_amax,
+    scaled_product,
 )
 from optimizer.sites import LinearPart
 from optimizer.stack import (
-    Choice,
     Component,
     Granularity,
     Precision,
@@ -196,7 +195,11 @@ class Stacked(Reference):
             return functional.linear(x, part.weight, part.bias)
         assert choice.weight is not None
         weight = self._weights.get(part, choice.weight)
-        y = product_of_codes(self._input(part.site, x), weight, choice)
+        rows = self._input(part.site, x)
+        if choice.input.format == "fp16":  # more bits than `matmul_codes` promises
+            y = functional.linear(rows[0], weight[0])
+        else:
+            y = scaled_product(*rows, *weight)
         if part.bias is not None:
             y = y + part.bias
         return round_to_format(y, FORMATS[choice.output])
@@ -205,16 +208,3 @@ class Stacked(Reference):
         if self._last is None or self._last[0] != site or self._last[1] is not x:
             self._last = (site, x, self.tap(site, Role.INPUT, x))
         return self._last[2]
-
-
-def product_of_codes(x: Operand, weight: Operand, choice: Choice) -> Tensor:
-    """Return x Wᵀ of codes in fp32, scaled: (..., in), (out, in) -> (..., out)."""
-    rows = x[0].reshape(-1, x[0].shape[-1])
-    exact_in_bf16 = choice.input.format != "fp16"  # fp16 has three bits more
-    y = matmul_codes(rows, weight[0]) if exact_in_bf16 else rows @ weight[0].T
-    y = y.view(*x[0].shape[:-1], -1)
-    if x[1] is not None:
-        y = y * x[1]
-    if weight[1] is not None:
-        y = y * (weight[1].view(-1) if weight[1].ndim else weight[1])
-    return y

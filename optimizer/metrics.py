@@ -28,16 +28,6 @@ def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
     return 20 * math.log10(signal / noise) if signal else -math.inf
 
 
-def token_kl_nats(log_p_ref: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference ‖ ours) of each token, in nats: (..., vocab) twice -> (...).
-
-    `log_p_ref` are log-probabilities, float32. Logits must be finite. The result is
-    float64; rounding may leave a token that did not move at -1e-7 instead of 0.
-    """
-    log_q = logits.float().log_softmax(dim=-1)
-    return (log_p_ref.exp() * (log_p_ref - log_q)).sum(dim=-1, dtype=torch.float64)
-
-
 def token_nll(logits: Tensor, tokens: Tensor) -> Tensor:
     """Negative log-likelihood of each next token, in nats, float32.
 

@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from optimizer.checkpoint import ARCHITECTURES, inspect
-from optimizer.errors import ModelError, NonFiniteError
+from optimizer.errors import ModelError
+from optimizer.quantize import check_finite
 from optimizer.sites import (
     ACTIVATIONS,
     LinearPart,
@@ -158,8 +159,7 @@ def refuse_unusable_weights(network: nn.Module) -> None:
     for name, weight in network.named_parameters():
         if weight.is_meta:
             raise ModelError(f"{name} has no data: it is on the meta device")
-        if not bool(weight.abs().amax().isfinite()):  # amax passes a NaN on
-            raise NonFiniteError(f"weight {name}")
+        check_finite(weight, f"weight {name}")
 
 
 def instrument(

@@ -320,6 +320,21 @@ def matmul_codes(a: Tensor, b: Tensor) -> Tensor:
         return linear(a, b)
 
 
+def scaled_product(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, weight_scale: Tensor | None
+) -> Tensor:
+    """Return x Wᵀ of codes, summed in float32 and scaled after: (..., n).
+
+    `x_scale` is () or (..., 1), `weight_scale` has 1 or n elements; None: no scale.
+    """
+    total = matmul_codes(x, weight.detach())
+    if x_scale is not None:
+        total.mul_(x_scale)
+    if weight_scale is not None:
+        total.mul_(weight_scale.reshape(-1))
+    return total
+
+
 def linear_fp8(
     x: Tensor,
     weight_codes: Tensor,
@@ -340,8 +355,8 @@ def linear_fp8(
         raise SpecError(
             f"{weight_scale.numel()} weight scales for {len(weight_codes)} outputs"
         )
-    total = matmul_codes(quantize(x, input_scale, in_fmt), weight_codes.detach())
-    total.mul_(weight_scale.reshape(-1)).mul_(input_scale)
+    codes = quantize(x, input_scale, in_fmt)
+    total = scaled_product(codes, input_scale, weight_codes, weight_scale)
     if bias is not None:
         total.add_(bias)
     return round_to_format(total, out_fmt)

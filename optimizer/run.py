@@ -26,6 +26,7 @@ from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
 from optimizer.model import LoadedModel
 from optimizer.pareto import pareto_mask
+from optimizer.quantize import overflows
 from optimizer.sensitivity import Candidates, measure
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import ModelShape, Site, Stack
@@ -171,9 +172,8 @@ def _overflowing(largest: Amaxes) -> dict[Site, float]:
     """Return the amax of the sites with values beyond fp16's range."""
     found: dict[Site, float] = {}
     for (site, _), amax in largest.items():
-        value = float(amax.max())
-        if value > FP16.max:
-            found[site] = max(value, found.get(site, 0.0))
+        if overflows(amax, FP16):
+            found[site] = max(float(amax.max()), found.get(site, 0.0))
     return found
 
 

@@ -13,10 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from optimizer.execute import Amaxes, Reference, Stacked, WeightCodes
-from optimizer.metrics import bootstrap_interval, logits_kl_nats
+from optimizer.metrics import (
+    bootstrap_interval,
+    logits_kl_nats,
+    perplexity,
+    token_nll,
+    top1_agrees,
+)
 from optimizer.model import LoadedModel
 from optimizer.stack import Stack
 
@@ -79,7 +84,7 @@ def validate(
     """Run every stack over `sequences` of ids (1, tokens)."""
     executors = {k: Stacked(s, amaxes, weights) for k, s in stacks.items()}
     seen = {name: _Tokens() for name in stacks}
-    reference_nll: list[Values] = []
+    reference_nll: list[Tensor] = []
     planned = len(sequences) * (len(stacks) + 1)
     done = 0
     for ids in sequences:
@@ -91,17 +96,17 @@ def validate(
             logits = model.forward(ids, executor)[0]
             _add(seen[name], (reference, p), logits, ids)
             progress(done := done + 1, planned)
+    scored = torch.cat(reference_nll)
     return Validation(
         tokens=sum(ids.numel() for ids in sequences),
-        reference_perplexity=math.exp(float(np.concatenate(reference_nll).mean())),
+        reference_perplexity=perplexity(scored, torch.ones_like(scored).bool()),
         stacks={name: _quality(tokens, seed) for name, tokens in seen.items()},
     )
 
 
-def _nll(logits: Tensor, ids: Tensor) -> Values:
+def _nll(logits: Tensor, ids: Tensor) -> Tensor:
     """Negative log-likelihood of each next token: T tokens make T - 1 predictions."""
-    loss = functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
-    return loss.double().numpy()
+    return token_nll(logits[None], ids)[0]
 
 
 def _add(
@@ -109,9 +114,8 @@ def _add(
 ) -> None:
     reference, p = truth
     tokens.kl.append(logits_kl_nats(reference, logits, p).double().numpy())
-    tokens.nll.append(_nll(logits, ids))
-    same = reference.argmax(dim=-1) == logits.argmax(dim=-1)
-    tokens.agree.append(same.double().numpy())
+    tokens.nll.append(_nll(logits, ids).double().numpy())
+    tokens.agree.append(top1_agrees(reference, logits).double().numpy())
 
 
 def _quality(tokens: _Tokens, seed: int) -> Quality:

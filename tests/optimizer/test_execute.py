@@ -10,12 +10,11 @@ from optimizer.execute import (
     Operand,
     Stacked,
     WeightCodes,
-    product_of_codes,
     round_operand,
 )
 from optimizer.formats import FORMATS, Format
 from optimizer.model import AttentionStep, LoadedModel
-from optimizer.quantize import amax, linear_fp8, scale_from_amax
+from optimizer.quantize import amax, linear_fp8, scale_from_amax, scaled_product
 from optimizer.reference import round_to
 from optimizer.sites import LinearPart
 from optimizer.stack import (
@@ -105,10 +104,9 @@ def test_a_linear_is_codes_multiplied_scaled_biased_and_rounded_once(
 
 def test_scales_come_after_the_sum() -> None:
     # Case A11: 64 products of 448 and 4 are 114688, which fp16 would make infinite.
-    choice = choice_named(Component.FFN_IN, "fp8_e4m3")
     x = (torch.full((1, 64), 448.0), torch.tensor(1.0))
     weight = (torch.full((1, 64), 4.0), torch.tensor(0.5 / 448))
-    assert product_of_codes(x, weight, choice).item() == pytest.approx(128.0)
+    assert scaled_product(*x, *weight).item() == pytest.approx(128.0)
 
 
 @pytest.mark.parametrize(
