@@ -41,13 +41,15 @@ def observe(x: Tensor, keep: Tensor | None, largest_over: tuple[int, ...]) -> St
 
     `keep` is a mask that broadcasts to `x`: what is False there is padding, not seen.
     """
-    magnitude = x.detach().abs()
-    count = magnitude.numel()
+    x = x.detach()
+    count = x.numel()
     if keep is not None:
-        magnitude = magnitude.masked_fill(~keep, 0.0)
-        count = int(keep.expand_as(magnitude).sum())
-    mean = float(magnitude.sum(dtype=torch.float64)) / count if count else 0.0
-    return Stats(magnitude.amax(dim=largest_over).float(), mean, count)
+        x = x.masked_fill(~keep, 0.0)
+        count = int(keep.expand_as(x).sum())
+    # Two reductions read x twice and still beat one of x.abs(), which is a copy.
+    largest = torch.maximum(x.amax(dim=largest_over), -x.amin(dim=largest_over))
+    total = float(x.abs().sum(dtype=torch.float64))
+    return Stats(largest.float(), total / count if count else 0.0, count)
 
 
 class Observer(Reference):

@@ -37,8 +37,9 @@ Progress = Callable[[str, float, str], None]
 """(phase, fraction of it, detail), called at least each second; raises Cancelled to stop."""
 
 # Phases: load, calibrate, sweep, search, validate, report.
-CONTRAST_TOKENS = 512  # enough to rank components, an eighth of a sweep
-FRONT_CHECKS = 3  # points of the front that are validated beside the chosen stack
+CONTRAST_TOKENS = 256  # enough to compare components, an eighth of a sweep
+FRONT_CHECKS = 2  # points of the front that are validated beside the chosen stack
+AS_GOOD = 1.05  # a measured loss within 5 % of the 16-bit stack's is the same loss
 CHOSEN = "chosen"
 HEADROOM = 0.9  # of the device's memory; the rest is activations and the engine
 
@@ -244,7 +245,8 @@ def _plan(chooser: Chooser, spec: OptimizeSpec) -> Plan:
     stacks.update(contenders)
     reachable = "nearest" not in contenders
     front = _nondominated(chooser, [*chooser.front(), *contenders.values()])
-    for index in _spread(len(front), FRONT_CHECKS):
+    lossy = [i for i, s in enumerate(front) if chooser.totals(s).kl_nats > 0]
+    for index in _spread(lossy, FRONT_CHECKS):
         if front[index] not in stacks.values():
             stacks[f"p{index}"] = front[index]
     return Plan(base_label, stacks, tuple(contenders), reachable, front)
@@ -284,15 +286,17 @@ def _objectives(chooser: Chooser, stack: Stack) -> tuple[float, float, int]:
     return totals.per_token_s, totals.kl_nats, totals.memory_bytes
 
 
-def _spread(length: int, count: int) -> list[int]:
-    """Return `count` indices spread evenly over a list, both ends included."""
-    return sorted({round(i) for i in np.linspace(0, length - 1, count)})
+def _spread(items: list[int], count: int) -> list[int]:
+    """Return `count` of the items, evenly spread from the first one on."""
+    picked = np.linspace(0, len(items), count, endpoint=False).astype(int)
+    return [items[i] for i in sorted(set(picked.tolist())) if items]
 
 
 def choose(plan: Plan, chooser: Chooser, validation: Validation) -> tuple[str, str]:
     """Return the label of the chosen contender and the outcome, by measured loss."""
     measured = {k: validation.stacks[k].kl_nats.value for k in plan.stacks}
-    good = [k for k in plan.contenders if measured[k] <= measured[plan.base]]
+    limit = AS_GOOD * measured[plan.base]
+    good = [k for k in plan.contenders if measured[k] <= limit]
     if good:
         label = min(good, key=lambda k: _speed(chooser, plan.stacks[k]))
     else:

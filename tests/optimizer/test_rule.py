@@ -78,8 +78,8 @@ def test_of_stacks_as_good_as_16_bits_the_fastest_is_taken() -> None:
 
 def test_what_measures_worse_than_16_bits_is_not_as_good_as_predicted() -> None:
     some = chooser(free_at_ffn_in)
-    twice = {f"as_good_{i}": 2.0 for i in range(2)}
-    stack, outcome = decide(some, NO_TARGET, twice)
+    thrice = {f"as_good_{i}": 3.0 for i in range(2)}
+    stack, outcome = decide(some, NO_TARGET, thrice)
     assert stack.choices == some.base()[1].choices
     assert outcome == "no_improvement"
 
