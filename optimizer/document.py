@@ -303,11 +303,13 @@ def _validation(run: Run) -> dict[str, Any]:
 def _validated(run: Run, label: str, quality: Quality) -> dict[str, Any]:
     stack = run.stacks[label]
     totals = run.chooser.totals(stack)
+    where = front_id(run, stack)
+    name = shown_as(label, where)
     return {
-        "id": label,
-        "label": label.replace("_", " "),
+        "id": name,
+        "label": name.replace("_", " "),
         "chosen": label == run.verdict.label,
-        "front_id": front_id(run, stack),
+        "front_id": where,
         "predicted_kl_nats": totals.kl_nats,
         "per_token_s": totals.per_token_s,
         "first_token_s": totals.first_token_s,
@@ -316,6 +318,16 @@ def _validated(run: Run, label: str, quality: Quality) -> dict[str, Any]:
         "fp8_share": fp8_share(run.model.shape, stack),
         **asdict(quality),
     }
+
+
+def shown_as(label: str, where: str | None) -> str:
+    """Return what a validated stack goes by: its role, or its place on the front.
+
+    Points get their label before measurement refutes some: their places may move.
+    """
+    if not label.startswith("p"):
+        return label
+    return where or f"refuted_{label}"
 
 
 def _contrast(run: Run) -> dict[str, Any] | None:
