@@ -136,20 +136,28 @@ def _construct(folder: Path, architecture: str) -> nn.Module:
     if architecture not in ARCHITECTURES:
         raise ModelError(f"{architecture} is not one of {', '.join(ARCHITECTURES)}")
     cls = getattr(transformers, architecture)  # the allow-list names it, not the folder
-    network, report = cls.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation=ATTENTION,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    try:
+        network, report = cls.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below by name
+        )
+    except (MemoryError, RuntimeError):  # this machine's, not the model's
+        raise
+    except Exception as error:  # whatever a config makes transformers raise
+        raise ModelError(f"{architecture} cannot be built: {error!r}") from error
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report.get(kind):
             first = sorted(str(k) for k in report[kind])[0]
             count = len(report[kind])
-            raise ModelError(f"{count} {kind.replace('_', ' ')} in {folder}: {first}")
+            raise ModelError(
+                f"{count} {kind.replace('_', ' ')} in {folder.name}: {first}"
+            )
     network.eval().requires_grad_(False)
     return network
 

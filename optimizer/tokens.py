@@ -47,7 +47,7 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """
     file = folder / TOKENIZER
     if not file.is_file():
-        raise ModelError(f"{folder} has no {TOKENIZER}")
+        raise ModelError(f"{folder.name} has no {TOKENIZER}")
     try:
         tok = PreTrainedTokenizerFast(tokenizer_file=str(file))
     except Exception as error:  # the library below raises nothing narrower
