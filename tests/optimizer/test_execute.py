@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from optimizer.calibrate import amaxes, calibrate
 from optimizer.errors import SpecError
 from optimizer.execute import (
     Operand,
+    Reference,
     Stacked,
     WeightCodes,
     round_operand,
@@ -250,6 +252,24 @@ def test_scores_multiply_codes_with_the_scale_of_their_own_head(name: str) -> No
     want = attend(*operands, some.value.double(), some.mask.double(), some.scaling)
     # exp() of scores near 40 in fp32 has 40 times the rounding of a score.
     torch.testing.assert_close(run_scores(name).double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_fp32_rounds_nothing() -> None:
+    model, x = tiny.loaded(), normal(3, 32)
+    assert round_operand(x, Precision("fp32"), None) == (x, None)
+    (part,) = model.parts[Site(0, Component.ATTN_OUT)]
+    assert WeightCodes(model).get(part, Precision("fp32"))[1] is None
+    fp32 = choice_named(part.site.component, "fp32")
+    want = Reference().linear(part, x)
+    assert torch.equal(run_linear(model, part, fp32, x, torch.ones(())), want)
+
+
+def test_attention_without_a_mask_sees_everything() -> None:
+    some = replace(step(), mask=None)
+    q, k, v = some.query.double(), some.key.double(), some.value.double()
+    want = attend(q, k, v, torch.zeros(1, 1, 6, 6).double(), some.scaling)
+    got = Reference().attention(some).double()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_scale_for_each_head_keeps_the_small_ones() -> None:

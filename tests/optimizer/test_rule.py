@@ -149,6 +149,16 @@ def test_an_impossible_target_gets_the_fastest_and_what_would_meet_it() -> None:
     assert said == [f"latency_sla.per_token_s of {totals.per_token_s:.3g} s or more"]
 
 
+def test_a_first_token_that_is_too_late_is_named_too() -> None:
+    sla = LatencySla(per_token_s=1e-9, first_token_s=1e-9)
+    some = chooser()
+    nearest = some.totals(some.nearest(sla))
+    assert would_meet(some, nearest, replace(SPEC, latency_sla=sla)) == [
+        f"latency_sla.per_token_s of {nearest.per_token_s:.3g} s or more",
+        f"latency_sla.first_token_s of {nearest.first_token_s:.3g} s or more",
+    ]
+
+
 def test_other_hardware_that_is_fast_enough_is_named() -> None:
     some = chooser()
     nearest = some.totals(some.nearest(IMPOSSIBLE))

@@ -176,6 +176,13 @@ def test_without_a_template_messages_become_chatml(
     assert chat_text(folder, tmp_path).startswith("<|im_start|>user\nIs seven")
 
 
+def test_without_any_settings_messages_become_chatml(
+    folder: Path, tmp_path: Path
+) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    assert chat_text(folder, tmp_path).startswith("<|im_start|>user\nIs seven")
+
+
 def test_a_template_that_cannot_be_compiled_is_the_datas_error(
     folder: Path, tmp_path: Path
 ) -> None:
