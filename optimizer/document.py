@@ -12,17 +12,18 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from scipy.stats import spearmanr
 
 from optimizer.checkpoint import Checkpoint
-from optimizer.choose import Chooser, Row, Totals, fp8_share, microseconds, why_high
+from optimizer.choose import Chooser, Row, Totals, fp8_share
+from optimizer.contrast import Contrast, compare
 from optimizer.hardware import Device
 from optimizer.model import LoadedModel
 from optimizer.quantize import MATMUL_PRECISION
-from optimizer.sensitivity import Sensitivities
+from optimizer.reasons import why_high
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import WHOLE_MODEL, Choice, Component, Site, Stack
 from optimizer.tokens import Half, Tokens
+from optimizer.units import seconds
 from optimizer.validate import (
     BLOCK_TOKENS,
     BOOTSTRAP_SAMPLES,
@@ -33,15 +34,6 @@ from optimizer.validate import (
 
 SCHEMA = "precision.report/1"
 PACKAGES = ("precision", "torch", "transformers", "numpy", "scipy")
-
-
-@dataclass(frozen=True, slots=True)
-class Contrast:
-    """The same sweep, smaller, on another distribution."""
-
-    distribution: str
-    tokens: int
-    sensitivities: Sensitivities
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +88,7 @@ def build(run: Run) -> dict[str, Any]:
         "sites": [_site(run, s, c) for s, c in chosen.choices.items()],
         "front": [_front_point(run, i, s) for i, s in enumerate(run.front)],
         "validation": _validation(run),
-        "contrast": _contrast(run),
+        "contrast": compare(run.contrast, run.chooser.table) if run.contrast else None,
         "limits": _limits(run),
         "warnings": _warnings(run),
         "provenance": _provenance(run),
@@ -137,8 +129,8 @@ def _sentence(run: Run) -> str:
         "no_improvement": f"On {name} nothing improves on {base_label}: it",
     }[run.verdict.outcome]
     return (
-        f"{start} takes {microseconds(chosen.per_token_s)} per token ({run.basis}; "
-        f"{base_label}: {microseconds(before.per_token_s)}), holds "
+        f"{start} takes {seconds(chosen.per_token_s)} per token ({run.basis}; "
+        f"{base_label}: {seconds(before.per_token_s)}), holds "
         f"{chosen.weight_bytes / 1e6:.4g} MB of weights "
         f"({base_label}: {before.weight_bytes / 1e6:.4g} MB) and loses "
         f"{kl:.3g} nats of KL on held-out data ({base_label}: {base_kl:.3g})."
@@ -328,39 +320,6 @@ def shown_as(label: str, where: str | None) -> str:
     if not label.startswith("p"):
         return label
     return where or f"refuted_{label}"
-
-
-def _contrast(run: Run) -> dict[str, Any] | None:
-    if run.contrast is None:
-        return None
-    other = run.contrast.sensitivities
-    pairs = [
-        (row.sensitivity.kl_nats, other[site, row.choice].kl_nats, site, row.choice)
-        for site, rows in run.chooser.table.items()
-        for row in rows
-        if row.sensitivity is not None and row.sensitivity.kl_nats > 0
-    ]
-    by_component: dict[tuple[str, str], list[float]] = {}
-    for mine, theirs, site, choice in pairs:
-        if choice.is_fp8:
-            sums = by_component.setdefault((site.component, choice.name), [0.0, 0.0])
-            sums[0] += mine
-            sums[1] += theirs
-    ranked = spearmanr([p[0] for p in pairs], [p[1] for p in pairs])
-    return {
-        "distribution": run.contrast.distribution,
-        "tokens": run.contrast.tokens,
-        "rank_correlation": float(ranked.statistic),
-        "components": [
-            {
-                "component": component,
-                "choice": choice,
-                "kl_nats": mine,
-                "contrast_kl_nats": theirs,
-            }
-            for (component, choice), (mine, theirs) in by_component.items()
-        ],
-    }
 
 
 def _limits(run: Run) -> list[str]:

@@ -18,15 +18,16 @@ from optimizer.choose import (
     candidates,
     modelled,
     tabulate,
-    would_meet,
 )
-from optimizer.document import Contrast, Run, Verdict
+from optimizer.contrast import Contrast
+from optimizer.document import Run, Verdict
 from optimizer.execute import Amaxes, WeightCodes
 from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
 from optimizer.model import LoadedModel
 from optimizer.pareto import pareto_mask
 from optimizer.quantize import overflows
+from optimizer.reasons import would_meet
 from optimizer.sensitivity import Candidates, measure
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import ModelShape, Site, Stack

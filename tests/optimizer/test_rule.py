@@ -10,9 +10,9 @@ from optimizer.choose import (
     Totals,
     as_good_as,
     fp8_share,
-    would_meet,
 )
 from optimizer.pareto import pareto_mask
+from optimizer.reasons import would_meet
 from optimizer.spec import LatencySla
 from optimizer.stack import (
     Choice,
