@@ -220,7 +220,7 @@ def test_why_high_says_what_refuses_fp8() -> None:
 def test_why_high_says_that_no_time_is_saved() -> None:
     rows = [row("bf16", us=10), row("fp8_e4m3", us=12.5)]
     assert why_high(rows, BF16) == (
-        "FP8 saves no time: 12.5 µs as fp8_e4m3, 10.0 µs as bf16"
+        "FP8 saves no time: 12.5\u00a0µs as fp8_e4m3, 10.0\u00a0µs as bf16"
     )
 
 
@@ -232,7 +232,7 @@ def test_why_high_says_what_the_time_would_cost() -> None:
     ]
     said = why_high(rows, BF16)
     assert said is not None
-    assert said.startswith("fp8_e4m3 would save 4.00 µs per token for 0.01 nats")
+    assert said.startswith("fp8_e4m3 would save 4.00\u00a0µs per token for 0.01 nats")
 
 
 def test_why_high_says_nothing_of_a_site_in_fp8() -> None:
