@@ -1,8 +1,9 @@
 """From sensitivities and costs to a front, and from the front to one stack.
 
 The rule: of the stacks that meet the targets and fit the memory, the one that loses
-least. A loss below that of the uniform 16-bit stack is not worth time, though: where
-several stacks are as good as that one, the fastest of them is taken.
+least. A loss below that of the uniform 16-bit stack is worth neither time nor memory,
+though: no stack larger than that one is taken without need, and where several are as
+good as it, the fastest of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -229,15 +230,21 @@ class Chooser:
         )
         return [self._stack(picked) for picked in found]
 
-    def least_loss(self, sla: LatencySla) -> Stack | None:
-        """Return the stack that loses least within the targets; None: nothing meets them."""
-        picked = search.solve(
-            self._options(),
-            max_bytes=self.max_bytes,
-            max_per_token_s=sla.per_token_s,
-            max_first_token_s=sla.first_token_s,
-        )
-        return None if picked is None else self._stack(picked)
+    def least_loss(self, sla: LatencySla, max_bytes: int) -> Stack | None:
+        """Return the stack that loses least within the targets; None: nothing meets them.
+
+        No larger than `max_bytes` where that is possible.
+        """
+        for limit in (min(max_bytes, self.max_bytes), self.max_bytes):
+            picked = search.solve(
+                self._options(),
+                max_bytes=limit,
+                max_per_token_s=sla.per_token_s,
+                max_first_token_s=sla.first_token_s,
+            )
+            if picked is not None:
+                return self._stack(picked)
+        return None
 
     def fastest(
         self, sla: LatencySla, max_kl_nats: float, max_bytes: int
@@ -259,7 +266,10 @@ class Chooser:
         Fastest by the target that stands alone or that nothing meets.
         """
         per_token = replace(sla, first_token_s=None)
-        held = sla.per_token_s is None or self.least_loss(per_token) is not None
+        held = (
+            sla.per_token_s is None
+            or self.least_loss(per_token, self.max_bytes) is not None
+        )
         axis: search.Axis = "first_token_s" if held else "per_token_s"
         found = search.nearest(
             self._options(), max_bytes=self.max_bytes, objective=axis

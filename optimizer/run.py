@@ -258,10 +258,10 @@ def _contenders(
 ) -> dict[str, Stack]:
     """Return the stacks that may be chosen; which one, the measurement says."""
     sla = spec.latency_sla
-    best = chooser.least_loss(sla)
+    totals = chooser.totals(base)
+    best = chooser.least_loss(sla, totals.memory_bytes)
     if best is None:
         return {"nearest": chooser.nearest(sla)}
-    totals = chooser.totals(base)
     if chooser.totals(best).kl_nats > totals.kl_nats:
         return {"least_loss": best}
     good = as_good_as(chooser, sla, totals)
