@@ -77,7 +77,7 @@ def build(run: Run) -> dict[str, Any]:
         "executed_on": {
             "device": "cpu",
             "emulated": True,
-            "matmul": "fp32 units" if MATMUL_PRECISION == "ieee" else "bf16 units",
+            "matmul": "fp32" if MATMUL_PRECISION == "ieee" else "bf16",
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         },

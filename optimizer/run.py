@@ -28,7 +28,7 @@ from optimizer.model import LoadedModel
 from optimizer.pareto import pareto_mask
 from optimizer.quantize import overflows
 from optimizer.reasons import would_meet
-from optimizer.sensitivity import Candidates, measure
+from optimizer.sensitivity import Candidates, Sensitivities, measure
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import ModelShape, Site, Stack
 from optimizer.tokens import Tokens
@@ -87,17 +87,7 @@ def optimize(spec: OptimizeSpec, progress: Progress) -> dict[str, Any]:
     meter.enter("sweep")
     weights = WeightCodes(loaded)
     wanted = candidates(verdicts)
-    losses = measure(
-        loaded,
-        read.calibration.sequences,
-        wanted,
-        largest,
-        weights,
-        seed=spec.seed,
-        progress=lambda n: meter.at(
-            n, len(read.calibration.sequences) + 2, "sequences"
-        ),
-    )
+    losses = _sweep(spec, loaded, read, wanted, (largest, weights), meter)
     contrast = _contrast(spec, folder, loaded, wanted, weights)
 
     meter.enter("search")
@@ -116,12 +106,9 @@ def optimize(spec: OptimizeSpec, progress: Progress) -> dict[str, Any]:
         seed=spec.seed,
         progress=lambda n, of: meter.at(n, of, "runs"),
     )
-    label, outcome = choose(plan, chooser, validation)
-    advice: list[str] = []
-    if outcome == "sla_not_met":
-        advice = would_meet(chooser, chooser.totals(plan.stacks[label]), spec)
 
     meter.enter("report")
+    label, outcome = choose(plan, chooser, validation)
     return document.build(
         Run(
             spec=spec,
@@ -134,7 +121,7 @@ def optimize(spec: OptimizeSpec, progress: Progress) -> dict[str, Any]:
             front=plan.front_with(label, chooser),
             stacks=plan.kept(label, plan.stacks),
             validation=replace(validation, stacks=plan.kept(label, validation.stacks)),
-            verdict=Verdict(outcome, CHOSEN, tuple(advice)),
+            verdict=Verdict(outcome, CHOSEN, _advice(plan, label, chooser, spec)),
             contrast=contrast,
         )
     )
@@ -168,6 +155,25 @@ def _calibrate(loaded: LoadedModel, read: Tokens, meter: _Meter) -> Amaxes:
         lambda n: meter.at(n, planned, "sequences"),
     )
     return amaxes(stats)
+
+
+def _sweep(
+    spec: OptimizeSpec,
+    loaded: LoadedModel,
+    read: Tokens,
+    wanted: Candidates,
+    rounding: tuple[Amaxes, WeightCodes],
+    meter: _Meter,
+) -> Sensitivities:
+    planned = len(read.calibration.sequences) + 2  # the matrices, and the contrast
+    return measure(
+        loaded,
+        read.calibration.sequences,
+        wanted,
+        *rounding,
+        seed=spec.seed,
+        progress=lambda n: meter.at(n, planned, "sequences"),
+    )
 
 
 def _overflowing(largest: Amaxes) -> dict[Site, float]:
@@ -306,6 +312,15 @@ def choose(plan: Plan, chooser: Chooser, validation: Validation) -> tuple[str, s
         return label, "sla_not_met"
     unchanged = plan.stacks[label].choices == plan.stacks[plan.base].choices
     return label, "no_improvement" if unchanged else "sla_met"
+
+
+def _advice(
+    plan: Plan, label: str, chooser: Chooser, spec: OptimizeSpec
+) -> tuple[str, ...]:
+    """Say what would meet the targets; nothing where they are met."""
+    if plan.reachable:
+        return ()
+    return tuple(would_meet(chooser, chooser.totals(plan.stacks[label]), spec))
 
 
 def _speed(chooser: Chooser, stack: Stack) -> tuple[float, int, float]:
