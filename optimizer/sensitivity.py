@@ -205,9 +205,8 @@ class Sweep(Reference):
         if scale is not None:  # what has no scale has fp32's range, or nearly
             sums.flushed += whole.nonzero - int(codes.count_nonzero())
             fmt = FORMATS[key[2].format]
-            if scale.numel() == 1 and whole.largest > float(scale) * fmt.max * (
-                1 + ROUNDED
-            ):
+            limit = fmt.max * (1 + ROUNDED)
+            if scale.numel() == 1 and whole.largest > limit * float(scale):
                 share = saturated_share(whole.x, scale, fmt)
                 sums.saturated += round(share * codes.numel())
         return sums
