@@ -16,7 +16,9 @@ DAY_S = 86_400.0
 
 
 def _split(value: object) -> object:
-    return value.split(os.pathsep) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return [part for part in value.split(os.pathsep) if part]  # "" is not "here"
 
 
 Seconds = Annotated[float, Field(gt=0, le=30 * DAY_S, allow_inf_nan=False)]

@@ -23,6 +23,15 @@ def test_roots_are_separated_as_paths_are(monkeypatch: pytest.MonkeyPatch) -> No
     assert Settings().model_roots == [Path("/a"), Path("/b")]
 
 
+def test_empty_roots_are_not_the_current_folder(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRECISION_MODEL_ROOTS", "")
+    assert Settings().model_roots == [data_dir / "models"]
+    monkeypatch.setenv("PRECISION_MODEL_ROOTS", "/a" + os.pathsep)
+    assert Settings().model_roots == [Path("/a")]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
