@@ -84,7 +84,7 @@ class Ask:
         return {name: value for name, value in said.items() if value is not None}
 
 
-def seconds(text: str) -> float:
+def seconds(text: str, option: str | None = None) -> float:
     """Read `20ms`, `0.02s`, `500us` or `0.02`: seconds. Raises BadParameter."""
     units = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
     match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs|)\s*", text)
@@ -93,7 +93,8 @@ def seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise typer.BadParameter(f"{text!r} is not a time above 0 such as 20ms or 0.02")
+        detail = f"{text!r} is not a time above 0 such as 20ms or 0.02"
+        raise typer.BadParameter(detail, param_hint=option)
     return value
 
 
@@ -142,8 +143,10 @@ def optimize(
         ask = Ask(
             model=str(Path(model).resolve()) if "/" in model else model,
             hardware=hardware,
-            per_token_s=None if sla is None else seconds(sla),
-            first_token_s=None if first_token is None else seconds(first_token),
+            per_token_s=None if sla is None else seconds(sla, "--sla"),
+            first_token_s=None
+            if first_token is None
+            else seconds(first_token, "--first-token"),
             task=task,
             distribution=_distribution(client, distribution),
             workload={k: n for k, n in workload.items() if n is not None},
@@ -187,7 +190,8 @@ def _show_end(client: Client, job: dict[str, Any], as_json: bool) -> int:
         typer.echo(_dumps(job))
     elif job["status"] == "succeeded":
         console.stack(client.report(job["id"]))
-        console.out.print(f"report: precision report {job['id']} --html --out FILE")
+        again = f"report: precision report {job['id']} --html --out FILE"
+        console.out.print(again, soft_wrap=True)  # to be copied
     else:
         console.failure(job)
     if job["status"] != "succeeded":

@@ -81,7 +81,12 @@ def rows(title: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     for i, name in enumerate(title):
         numeric = bool(lines) and all(_is_number(line[i]) for line in lines)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(
+            name,
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=name == "job",  # an id in two pieces cannot be copied
+        )
     for line in lines:
         table.add_row(*("" if cell is None else str(cell) for cell in line))
     out.print(table)
@@ -211,7 +216,7 @@ def problem(document: Json) -> None:
     err.print(f"error: {detail}", markup=False, soft_wrap=True)
     for error in document.get("errors", ()):
         if error.get("detail") != detail:
-            where = error.get("pointer") or "/"
+            where = error.get("pointer") or error.get("parameter") or "/"
             err.print(f"  {where}: {error.get('detail')}", markup=False, soft_wrap=True)
         if known := error.get("known"):
             err.print(f"  known: {', '.join(known)}", markup=False, soft_wrap=True)
