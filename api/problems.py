@@ -17,6 +17,13 @@ from api.errors import APIError, Invalid, MalformedJson, Unavailable
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 20
 MAX_POINTER = 200
+SHORT_FORMS = {  # fields that are an object or the value that is short for it
+    "model": "a name",
+    "hardware": "a name",
+    "task": "a name",
+    "data_distribution": "a name",
+    "latency_sla": "a number of seconds",
+}
 CODES = {405: "method_not_allowed", 404: "not_found", 400: "bad_request"}
 
 log = structlog.get_logger()
@@ -103,7 +110,8 @@ def _field(entry: dict[str, Any], body: Any) -> dict[str, Any]:
 
 def _wording(entry: dict[str, Any]) -> str:
     if entry["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return "must be an object, or the value that is short for it"
+        short = SHORT_FORMS.get(str(entry["loc"][-1]))
+        return f"must be {short} or an object" if short else "must be an object"
     if entry["type"] == "extra_forbidden":
         return "there is no such field"
     return str(entry["msg"])

@@ -15,6 +15,7 @@ from api import settings
 from api.app import create_app
 from api.schemas import MAX_SLA_S
 from tests.api.conftest import BODY, CONFIG, Refused, jobs_in_database, write_model
+from tests.service import eventually
 
 NAN = float("nan")
 INF = float("inf")
@@ -149,9 +150,29 @@ def test_an_unknown_name_comes_with_what_there_is(
     known: str,
     change: dict[str, Any],
 ) -> None:
+    # the service reads shared folders while it already answers
+    assert eventually(lambda: client.get("/v1/models").json()["data"])
     problem = refused(post(client, {**BODY, **change}), 422, code, pointer)
     assert known in problem["errors"][0]["known"]
     assert known in problem["detail"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "detail"),
+    [
+        ("model", 7, "must be a name or an object"),
+        ("hardware", None, "must be a name or an object"),
+        ("latency_sla", "fast", "must be a number of seconds or an object"),
+        ("workload", 8, "must be an object"),
+        ("metadata", None, "must be an object"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_the_right_ones(
+    client: TestClient, refused: Refused, field: str, value: object, detail: str
+) -> None:
+    answer = post(client, {**BODY, field: value})
+    problem = refused(answer, 422, "validation_error", f"/{field}")
+    assert problem["errors"][0]["detail"] == detail
 
 
 @pytest.mark.parametrize(
