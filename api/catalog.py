@@ -89,6 +89,22 @@ def weights_at(folder: Path, pointer: str) -> Weights:
         raise Invalid(pointer, detail, "model_load_failed") from None
 
 
+def require_sequences(weights: Weights, tokens: int, pointer: str) -> None:
+    """Raise Invalid where the model does not take sequences of so many tokens."""
+    from optimizer import checkpoint
+
+    try:
+        longest = checkpoint.longest_sequence(weights.path)
+    except (OptimizerError, OSError):
+        return  # it was read a moment ago; the worker will say what happened to it
+    if longest is not None and tokens > longest:
+        raise Invalid(
+            pointer,
+            f"sequence_tokens is {tokens}, but {weights.name} takes at most {longest} "
+            f"tokens at once (config.json): give {longest} or fewer",
+        )
+
+
 @lru_cache(maxsize=256)
 def _examined(folder: Path, stamp: str) -> Weights:
     from optimizer import checkpoint  # and with it numpy: not at the start of the API

@@ -41,6 +41,8 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
     formats, engine = _search(request)
     name, data_path = _data(session, tenant_id, request.data_distribution)
     model = _model(session, tenant_id, request.model)  # last: it may read files
+    sequence_tokens = request.data_distribution.sequence_tokens
+    catalog.require_sequences(model, sequence_tokens, "/data_distribution")
     sla = request.latency_sla
     return OptimizeSpec(
         model=model.name,
@@ -56,7 +58,7 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
         engine=engine,
         calibration_tokens=request.data_distribution.calibration_tokens,
         validation_tokens=request.data_distribution.validation_tokens,
-        sequence_tokens=request.data_distribution.sequence_tokens,
+        sequence_tokens=sequence_tokens,
         max_memory_bytes=request.max_memory_bytes,
         seed=request.data_distribution.seed,
     )

@@ -115,6 +115,16 @@ def check_values(checkpoint: Checkpoint) -> None:
     refuse_non_finite(checkpoint.folder, checkpoint.tensors)
 
 
+def longest_sequence(folder: Path) -> int | None:
+    """Return how many tokens the config says the model takes at once. None: nothing.
+
+    Raises ModelError where the config cannot be read.
+    """
+    config = _read_json(folder, CONFIG, MAX_CONFIG_BYTES)
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if type(found) is int and found > 0 else None
+
+
 def fingerprint(
     folder: Path, progress: Callable[[float], None] = lambda fraction: None
 ) -> str:

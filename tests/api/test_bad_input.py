@@ -285,6 +285,19 @@ def test_a_bad_model_folder_is_refused_by_file(
     refused(answer, 422, code, "/path")
 
 
+@pytest.mark.parametrize("field", ["max_position_embeddings", "n_positions"])
+def test_sequences_longer_than_the_model_takes_are_refused(
+    client: TestClient, refused: Refused, data_dir: Path, field: str
+) -> None:
+    folder = write_model(data_dir / "models" / "short")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, field: 128}))
+    data = {"name": "web_text", "sequence_tokens": 129}
+    for change in ({}, {"data_distribution": data}):
+        answer = post(client, {**BODY, "model": "short", **change})
+        problem = refused(answer, 422, "validation_error", "/data_distribution")
+        assert "short takes at most 128 tokens" in problem["detail"]
+
+
 def test_a_folder_outside_the_roots_is_as_good_as_not_there(
     client: TestClient, refused: Refused, data_dir: Path, tmp_path_factory: Any
 ) -> None:
