@@ -246,6 +246,8 @@ def _parse(line: bytes) -> dict[str, Any]:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("not JSON that can be read: nested too deeply") from None
+    except ValueError:
+        raise ValueError("a whole number has thousands of digits") from None
     if not isinstance(sample, dict):
         raise ValueError('not a JSON object such as {"text": "..."}')
     return sample

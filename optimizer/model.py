@@ -35,6 +35,7 @@ from optimizer.stack import WHOLE_MODEL, Component, ModelShape, Role, Site
 
 ATTENTION = "precision_four_steps"
 ROUTE = "precision_route"
+SAVE_AGAIN = "Save the model again with transformers: save_pretrained(folder)"
 
 
 class Executor(Protocol):
@@ -150,13 +151,17 @@ def _construct(folder: Path, architecture: str) -> nn.Module:
     except (MemoryError, RuntimeError):  # this machine's, not the model's
         raise
     except Exception as error:  # whatever a config makes transformers raise
-        raise ModelError(f"{architecture} cannot be built: {error!r}") from error
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(
+            f"{architecture} cannot be built from config.json: {why}. {SAVE_AGAIN}"
+        ) from error
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report.get(kind):
             first = sorted(str(k) for k in report[kind])[0]
             count = len(report[kind])
             raise ModelError(
-                f"{count} {kind.replace('_', ' ')} in {folder.name}: {first}"
+                f"{count} {kind.replace('_', ' ')} in {folder.name}: {first}. "
+                f"The weights are not those of config.json. {SAVE_AGAIN}"
             )
     network.eval().requires_grad_(False)
     return network

@@ -171,7 +171,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "not UTF-8": (b'{"text": "\xff"}', "not UTF-8 at byte 10"),
     "UTF-16": ('{"text": "a"}'.encode("utf-16"), "not UTF-8"),
     "nested too deeply": (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
-    "number of 5,000 digits": (b'{"text": ' + b"9" * 5000 + b"}", "integer string"),
+    "number of 5,000 digits": (
+        b'{"text": ' + b"9" * 5000 + b"}",
+        "thousands of digits",
+    ),
     "not an object": (b'"just text"', "not a JSON object"),
     "null": (b"null", "not a JSON object"),
     "neither key": (b'{"content": "a"}', 'exactly one of the keys "text" and'),

@@ -86,13 +86,13 @@ def test_a_config_that_transformers_refuses_is_the_models_error(
     folder: Path, changes: dict[str, Any]
 ) -> None:
     change_config(folder, **changes)
-    with pytest.raises(ModelError, match="LlamaForCausalLM cannot be built"):
+    with pytest.raises(ModelError, match=r"config\.json: .*save_pretrained"):
         load(folder)
 
 
 def test_more_layers_than_weights_is_an_error(folder: Path) -> None:
     change_config(folder, num_hidden_layers=3)
-    with pytest.raises(ModelError, match=r"9 missing keys.*layers\.2"):
+    with pytest.raises(ModelError, match=r"9 missing keys.*layers\.2.*save_pretrained"):
         load(folder)
 
 
