@@ -44,6 +44,11 @@ def create_key(session: Session, tenant: str, name: str) -> str:
     return key
 
 
+def key_id(key: str) -> str:
+    """Return the id in a key that `create_key` gave."""
+    return key.split("_")[2]
+
+
 def tenant_named(session: Session, name: str) -> Tenant:
     """Return the tenant, and make it if there is none of this name."""
     tenant = session.scalar(select(Tenant).where(Tenant.name == name))

@@ -170,7 +170,8 @@ def create_key(
 
     with _database(data_dir) as session:
         key = auth.create_key(session, tenant, name)
-    typer.echo(json.dumps({"key": key, "tenant": tenant}) if as_json else key)
+    made = {"id": auth.key_id(key), "key": key, "tenant": tenant}
+    typer.echo(json.dumps(made) if as_json else key)
 
 
 @keys.command("list")

@@ -267,6 +267,8 @@ def test_keys_are_made_listed_and_revoked(site: Path, precision: Run) -> None:
     assert code == 1
     assert "API key" in err
     assert precision("keys", "revoke", "nobody")[0] == 1
+    made = json.loads(precision("keys", "create", "--json")[1])
+    assert precision("keys", "revoke", made["id"])[0] == 0
 
 
 def test_the_local_key_never_goes_to_another_address(
