@@ -179,7 +179,8 @@ def _follow(client: Client, job: dict[str, Any], as_json: bool) -> dict[str, Any
             return client.wait(job["id"], show)
     except KeyboardInterrupt:
         console.err.print(
-            f"the job goes on; stop it with: precision jobs cancel {job['id']}"
+            f"the job goes on; stop it with: precision jobs cancel {job['id']}",
+            soft_wrap=True,  # to be copied
         )
         raise typer.Exit(INTERRUPTED) from None
 
