@@ -344,6 +344,12 @@ def _limits(run: Run) -> list[str]:
 def _warnings(run: Run) -> list[str]:
     context = run.spec.workload.prompt_tokens + run.spec.workload.output_tokens
     said = list(run.tokens.warnings)
+    longest = run.model.shape.max_context
+    if 0 < longest < context:
+        said.append(
+            f"the workload reaches {context} tokens of context; the model was made for "
+            f"{longest}"
+        )
     if context > run.spec.sequence_tokens:
         said.append(
             f"the workload reaches {context} tokens of context; scales and quality are "

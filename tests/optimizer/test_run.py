@@ -33,6 +33,12 @@ def test_a_context_that_was_calibrated_is_not_warned_about(spec: OptimizeSpec) -
     assert optimize(short, quiet)["warnings"] == []
 
 
+def test_a_context_beyond_the_model_is_warned_about(spec: OptimizeSpec) -> None:
+    long = replace(spec, workload=Workload(1, 2048, 16))  # it was made for 2048
+    warnings = optimize(long, quiet)["warnings"]
+    assert any("2064 tokens" in w and "made for 2048" in w for w in warnings)
+
+
 @SLOW
 def test_a_target_changes_the_stack(
     spec: OptimizeSpec, document_of: Callable[[str], Document]
