@@ -289,8 +289,10 @@ def test_a_bad_model_folder_is_refused_by_file(
 def test_sequences_longer_than_the_model_takes_are_refused(
     client: TestClient, refused: Refused, data_dir: Path, field: str
 ) -> None:
-    folder = write_model(data_dir / "models" / "short")
+    folder = write_model(data_dir / "staged")
     (folder / "config.json").write_text(json.dumps({**CONFIG, field: 128}))
+    # Whole at once: the service may be reading the shared folders just now.
+    folder.rename(data_dir / "models" / "short")
     data = {"name": "web_text", "sequence_tokens": 129}
     for change in ({}, {"data_distribution": data}):
         answer = post(client, {**BODY, "model": "short", **change})
