@@ -2,8 +2,8 @@
 
 The rule: of the stacks that meet the targets and fit the memory, the one that loses
 least. A loss below that of the uniform 16-bit stack is worth neither time nor memory,
-though: no stack larger than that one is taken without need, and where several are as
-good as it, the fastest of them.
+though: where several stacks are as good as that one, the fastest of them is taken, and
+a larger one only where that buys time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +30,8 @@ FRONT_POINTS = 24
 # Budgets, as shares of the 16-bit stack's predicted loss, at which the fastest stack
 # is tried: predictions add up what is measured together, so one may turn out worse.
 AS_GOOD_BUDGETS = (0.9, 0.6)
+
+SAME_TIME = 1.02  # times within 2 % are the same time: the smaller stack is better
 
 CostOf = Callable[[SiteShape, Choice], SiteCost]
 
@@ -319,11 +321,19 @@ TIED_COMPONENTS = (Component.EMBEDDINGS, Component.LM_HEAD)
 def as_good_as(chooser: Chooser, sla: LatencySla, base: Totals) -> list[Stack]:
     """Return the fastest stacks within the targets that should match 16 bits.
 
-    They are predicted to lose no more than the uniform 16-bit stack, and no larger.
+    They are predicted to lose no more than the uniform 16-bit stack, and are no
+    larger; but for one that is, where its time is worth the memory.
     """
-    budgets = (share * base.kl_nats for share in AS_GOOD_BUDGETS)
+    budgets = [share * base.kl_nats for share in AS_GOOD_BUDGETS]
     found = [chooser.fastest(sla, kl, base.memory_bytes) for kl in budgets]
-    return [stack for stack in found if stack is not None]
+    small = [stack for stack in found if stack is not None]
+    large = chooser.fastest(sla, budgets[0], chooser.max_bytes)
+    best_s = min(
+        (chooser.totals(s).per_token_s for s in small), default=base.per_token_s
+    )
+    if large and chooser.totals(large).per_token_s < best_s / SAME_TIME:
+        return [*small, large]
+    return small
 
 
 def fp8_share(model: ModelShape, stack: Stack) -> float:

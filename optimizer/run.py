@@ -11,6 +11,7 @@ from optimizer import document, local, model, tokens
 from optimizer.calibrate import amaxes, calibrate
 from optimizer.checkpoint import inspect
 from optimizer.choose import (
+    SAME_TIME,
     Chooser,
     CostOf,
     allowed,
@@ -305,7 +306,7 @@ def choose(plan: Plan, chooser: Chooser, validation: Validation) -> tuple[str, s
     limit = AS_GOOD * measured[plan.base]
     good = [k for k in plan.contenders if measured[k] <= limit]
     if good:
-        label = min(good, key=lambda k: _speed(chooser, plan.stacks[k]))
+        label = _quickest(chooser, {k: plan.stacks[k] for k in good})
     else:
         label = min(plan.contenders, key=lambda k: measured[k])
     if not plan.reachable:
@@ -323,6 +324,12 @@ def _advice(
     return tuple(would_meet(chooser, chooser.totals(plan.stacks[label]), spec))
 
 
-def _speed(chooser: Chooser, stack: Stack) -> tuple[float, int, float]:
-    totals = chooser.totals(stack)
-    return totals.per_token_s, totals.memory_bytes, totals.kl_nats
+def _quickest(chooser: Chooser, stacks: Mapping[str, Stack]) -> str:
+    """Return the label of the fastest; of those as fast as it, of the smallest."""
+    totals = {label: chooser.totals(stack) for label, stack in stacks.items()}
+    limit = SAME_TIME * min(t.per_token_s for t in totals.values())
+    fast = {label: t for label, t in totals.items() if t.per_token_s <= limit}
+    return min(
+        fast,
+        key=lambda k: (fast[k].memory_bytes, fast[k].per_token_s, fast[k].kl_nats),
+    )

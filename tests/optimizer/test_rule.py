@@ -1,5 +1,6 @@
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -220,3 +221,19 @@ def test_as_good_as_stays_within_the_targets_the_loss_and_the_size() -> None:
 )
 def test_absent_targets_always_hold(sla: LatencySla, met: bool) -> None:
     assert Totals(0.0, 2.0, 3.0, 0, 0).meets(sla) is met
+
+
+@pytest.mark.parametrize(
+    ("large_us", "taken"),
+    [(99.0, "small"), (97.0, "large")],  # 1 % faster is the same time, 3 % is not
+)
+def test_a_larger_stack_is_taken_only_where_it_buys_time(
+    large_us: float, taken: str
+) -> None:
+    sizes = {
+        "small": Totals(1e-3, 100e-6, 1e-3, 100, 0),
+        "large": Totals(1e-4, large_us * 1e-6, 1e-3, 200, 0),
+    }
+    stacks = {label: Stack({Site(0, label): NATS}) for label in sizes}  # type: ignore[dict-item, arg-type]
+    by_size = SimpleNamespace(totals=lambda s: sizes[next(iter(s.choices)).component])
+    assert run._quickest(by_size, stacks) == taken  # type: ignore[arg-type]
