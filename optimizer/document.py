@@ -17,8 +17,8 @@ from optimizer.checkpoint import Checkpoint
 from optimizer.choose import Chooser, Row, Totals, fp8_share
 from optimizer.contrast import Contrast, compare
 from optimizer.hardware import Device
+from optimizer.matmul import MATMUL_PRECISION
 from optimizer.model import LoadedModel
-from optimizer.quantize import MATMUL_PRECISION
 from optimizer.reasons import why_high
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import WHOLE_MODEL, Choice, Component, Site, Stack

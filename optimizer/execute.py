@@ -8,17 +8,16 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from optimizer.errors import SpecError
 from optimizer.formats import FORMATS
+from optimizer.matmul import linear, scaled_product
 from optimizer.model import AttentionStep, LoadedModel
 from optimizer.quantize import (
     amax,
     quantize,
     round_to_format,
     scale_from_amax,
-    scaled_product,
 )
 from optimizer.sites import LinearPart
 from optimizer.stack import (
@@ -56,7 +55,7 @@ class Reference:
     def linear(self, part: LinearPart, x: Tensor) -> Tensor:
         """Return x Wᵀ + b of one matrix: (..., in) -> (..., out)."""
         x = self.elementwise(part.site, Role.INPUT, x)
-        y = functional.linear(x, part.weight, part.bias)
+        y = linear(x, part.weight, part.bias)
         return self.elementwise(part.site, Role.OUTPUT, y)
 
     def attention(self, step: AttentionStep) -> Tensor:
@@ -192,12 +191,12 @@ class Stacked(Reference):
         """Multiply codes, scale, add the bias, round once."""
         choice = self._choices.get(part.site)
         if choice is None or choice.name == "fp32":
-            return functional.linear(x, part.weight, part.bias)
+            return linear(x, part.weight, part.bias)
         assert choice.weight is not None
         weight = self._weights.get(part, choice.weight)
         rows = self._input(part.site, x)
         if choice.input.format == "fp16":  # more bits than `matmul_codes` promises
-            y = functional.linear(rows[0], weight[0])
+            y = linear(rows[0], weight[0])
         else:
             y = scaled_product(*rows, *weight)
         if part.bias is not None:

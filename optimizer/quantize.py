@@ -5,15 +5,14 @@ are float32 tensors that hold numbers the format can represent; `to_codes` makes
 of them. torch's own FP8 casts are never used: their overflow changed between versions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from optimizer.errors import NonFiniteError, SpecError
 from optimizer.formats import FP32, Format
@@ -282,81 +281,3 @@ def _code_of_upper_half(fmt: Format) -> Tensor:
     codes = torch.arange(len(values), dtype=torch.uint8)
     table[(values[finite].view(torch.int32) >> 16) & 0xFFFF] = codes[finite]
     return table
-
-
-# Matmul
-
-
-def _has_bf16_units() -> bool:
-    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # torch >= 2.6
-    return bool(probe and probe())
-
-
-MATMUL_PRECISION = "bf16" if _has_bf16_units() else "ieee"
-"""What float32 products of codes run on: bf16 units where the CPU has them."""
-
-
-@contextmanager
-def _float32_products(precision: str) -> Iterator[None]:
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    if matmul is None:  # an older torch multiplies float32 in float32
-        yield
-        return
-    before = matmul.fp32_precision
-    matmul.fp32_precision = precision
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
-def matmul_codes(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b.T` summed in float32: (..., k), (n, k) -> (..., n).
-
-    Both hold numbers of at most 8 significant bits (FP8, bf16), so every product is
-    exact in bf16 units as well as in float32 ones, and only the sums round.
-    """
-    with _float32_products(MATMUL_PRECISION):
-        return linear(a, b)
-
-
-def scaled_product(
-    x: Tensor, x_scale: Tensor | None, weight: Tensor, weight_scale: Tensor | None
-) -> Tensor:
-    """Return x Wᵀ of codes, summed in float32 and scaled after: (..., n).
-
-    `x_scale` is () or (..., 1), `weight_scale` has 1 or n elements; None: no scale.
-    """
-    total = matmul_codes(x, weight.detach())
-    if x_scale is not None:
-        total.mul_(x_scale)
-    if weight_scale is not None:
-        total.mul_(weight_scale.reshape(-1))
-    return total
-
-
-def linear_fp8(
-    x: Tensor,
-    weight_codes: Tensor,
-    weight_scale: Tensor,
-    input_scale: Tensor,
-    in_fmt: Format,
-    out_fmt: Format,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Return what an FP8 kernel hands on: (..., k), (n, k) -> (..., n), float32.
-
-    x is quantized to `in_fmt` (bf16 with scale 1 makes it weight-only), products of
-    codes are summed in float32, then scaled (`weight_scale` has 1 or n elements,
-    `input_scale` is () or (..., 1)), then biased, then rounded once to `out_fmt`.
-    Raises SpecError for block scales, which belong inside the sum.
-    """
-    if weight_scale.numel() not in (1, len(weight_codes)):
-        raise SpecError(
-            f"{weight_scale.numel()} weight scales for {len(weight_codes)} outputs"
-        )
-    codes = quantize(x, input_scale, in_fmt)
-    total = scaled_product(codes, input_scale, weight_codes, weight_scale)
-    if bias is not None:
-        total.add_(bias)
-    return round_to_format(total, out_fmt)

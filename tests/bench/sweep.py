@@ -23,11 +23,10 @@ from optimizer import model, sensitivity, tokens
 from optimizer.calibrate import amaxes, calibrate
 from optimizer.execute import Reference, WeightCodes
 from optimizer.formats import BF16, E4M3
+from optimizer.matmul import MATMUL_PRECISION, linear_fp8
 from optimizer.model import LoadedModel
 from optimizer.quantize import (
-    MATMUL_PRECISION,
     amax,
-    linear_fp8,
     quantize,
     scale_from_amax,
 )

@@ -15,8 +15,9 @@ from optimizer.execute import (
     round_operand,
 )
 from optimizer.formats import FORMATS, Format
+from optimizer.matmul import linear_fp8, scaled_product
 from optimizer.model import AttentionStep, LoadedModel
-from optimizer.quantize import amax, linear_fp8, scale_from_amax, scaled_product
+from optimizer.quantize import amax, scale_from_amax
 from optimizer.reference import round_to
 from optimizer.sites import LinearPart
 from optimizer.stack import (

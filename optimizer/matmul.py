@@ -1,0 +1,145 @@
+"""Products of matrices: fp32's on the fastest kernel at hand, and exact ones of codes.
+
+The vendor BLAS that torch calls for float32 runs at half speed on processors of
+another vendor, so the kernels of oneDNN are called by name where torch has them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from optimizer.errors import SpecError
+from optimizer.formats import Format
+from optimizer.quantize import quantize, round_to_format
+
+
+def _onednn_kernel() -> Any:
+    """Return torch's operator for x Wᵀ + b on oneDNN, or None."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+_KERNEL = _onednn_kernel()
+_NO_POST_OP: tuple[str, list[float], str] = ("none", [], "")
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x Wᵀ + b without a graph."""
+    if _KERNEL is None or x.numel() == 0 or weight.numel() == 0:
+        return functional.linear(x, weight, bias)
+    product: Tensor = _KERNEL(x, weight, bias, *_NO_POST_OP)
+    return product
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b whose gradient goes to x alone: weights are never trained here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return _product(gradients[0].contiguous(), weight.T, None), None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ + b in float32: (..., in), (out, in), (out,) -> (..., out).
+
+    Differentiable in x only.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        y: Tensor = _Linear.apply(x, weight, bias)
+        return y
+    return _product(x, weight, bias)
+
+
+# Products of codes
+
+
+def _has_bf16_units() -> bool:
+    """Whether oneDNN multiplies float32 tensors on bf16 units: its tiles (AMX) only.
+
+    With AVX512-BF16 alone it accepts the setting and runs its float32 kernel.
+    """
+    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)  # torch >= 2.6
+    return bool(probe and probe())
+
+
+MATMUL_PRECISION = "bf16" if _has_bf16_units() else "ieee"
+"""What float32 products of codes run on: bf16 units where that is faster."""
+
+
+@contextmanager
+def _float32_products(precision: str) -> Iterator[None]:
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:  # an older torch multiplies float32 in float32
+        yield
+        return
+    before = matmul.fp32_precision
+    matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def matmul_codes(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a @ b.T` summed in float32: (..., k), (n, k) -> (..., n).
+
+    Both hold numbers of at most 8 significant bits (FP8, bf16), so every product is
+    exact in bf16 units as well as in float32 ones, and only the sums round.
+    """
+    if MATMUL_PRECISION == "ieee":
+        return _product(a, b, None)
+    with _float32_products(MATMUL_PRECISION):
+        return functional.linear(a, b)
+
+
+def scaled_product(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, weight_scale: Tensor | None
+) -> Tensor:
+    """Return x Wᵀ of codes, summed in float32 and scaled after: (..., n).
+
+    `x_scale` is () or (..., 1), `weight_scale` has 1 or n elements; None: no scale.
+    """
+    total = matmul_codes(x, weight.detach())
+    if x_scale is not None:
+        total.mul_(x_scale)
+    if weight_scale is not None:
+        total.mul_(weight_scale.reshape(-1))
+    return total
+
+
+def linear_fp8(
+    x: Tensor,
+    weight_codes: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor,
+    in_fmt: Format,
+    out_fmt: Format,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return what an FP8 kernel hands on: (..., k), (n, k) -> (..., n), float32.
+
+    x is quantized to `in_fmt` (bf16 with scale 1 makes it weight-only), products of
+    codes are summed in float32, then scaled (`weight_scale` has 1 or n elements,
+    `input_scale` is () or (..., 1)), then biased, then rounded once to `out_fmt`.
+    Raises SpecError for block scales, which belong inside the sum.
+    """
+    if weight_scale.numel() not in (1, len(weight_codes)):
+        raise SpecError(
+            f"{weight_scale.numel()} weight scales for {len(weight_codes)} outputs"
+        )
+    codes = quantize(x, input_scale, in_fmt)
+    total = scaled_product(codes, input_scale, weight_codes, weight_scale)
+    if bias is not None:
+        total.add_(bias)
+    return round_to_format(total, out_fmt)
