@@ -4,7 +4,7 @@ A `Stats` has a fixed size however much data passes, and two of them merge. Toke
 that are padding are never seen.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,15 @@ from optimizer.errors import NonFiniteError
 from optimizer.execute import Operand, Reference
 from optimizer.model import LoadedModel
 from optimizer.stack import Component, Role, Site
+from optimizer.walk import Activations, Told, silent, walk
 
 INSIDE_ATTENTION = frozenset(
-    {Component.ATTN_SCORES, Component.ATTN_SOFTMAX, Component.ATTN_VALUES}
+    {
+        Component.KV_CACHE,
+        Component.ATTN_SCORES,
+        Component.ATTN_SOFTMAX,
+        Component.ATTN_VALUES,
+    }
 )
 
 
@@ -80,6 +86,8 @@ class Observer(Reference):
     def _keep(self, site: Site, x: Tensor) -> Tensor | None:
         if self.tokens is None:
             return None
+        if x.ndim == 2:  # rows that an expert got: padding goes to none
+            return None
         batch, tokens = self.tokens.shape
         if site.component in INSIDE_ATTENTION:  # (batch, heads, tokens, ...)
             return self.tokens.view(batch, 1, tokens, 1)
@@ -92,7 +100,7 @@ class Observer(Reference):
 
 def _largest_over(site: Site, x: Tensor) -> tuple[int, ...]:
     """Every dimension, but the heads of what may get a scale for each head."""
-    if site.component in (Component.ATTN_SCORES, Component.ATTN_VALUES):
+    if site.component in INSIDE_ATTENTION - {Component.ATTN_SOFTMAX}:
         return (0, 2, 3)
     return tuple(range(x.ndim))
 
@@ -100,24 +108,37 @@ def _largest_over(site: Site, x: Tensor) -> tuple[int, ...]:
 def calibrate(
     model: LoadedModel,
     sequences: Iterable[Tensor],
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Told = silent,
     masks: Iterable[Tensor] | None = None,
+    kept: Activations | None = None,
 ) -> dict[tuple[Site, Role], Stats]:
     """Run the reference over `sequences` of ids (batch, tokens) and return the stats.
 
-    `masks` are attention masks, one per sequence, 0 where a token is padding.
+    `masks` are attention masks, one per sequence, 0 where a token is padding. `kept`
+    gets the inputs of every stage, for a sweep of the same sequences.
     Raises NonFiniteError naming the site and the sample.
     """
     observer = Observer()
-    every_mask = iter(masks) if masks is not None else None
-    with torch.no_grad():
-        for index, ids in enumerate(sequences):
-            mask = next(every_mask) if every_mask is not None else None
-            observer.tokens = None if mask is None else mask.bool()
-            observer.sample = f"sample {index}"
-            model.forward(ids, observer, mask)
-            observer.forget()
-            progress(index + 1)
+    every = list(sequences)
+    every_mask = None if masks is None else list(masks)
+
+    def before(index: int) -> Tensor | None:
+        observer.forget()
+        mask = None if every_mask is None else every_mask[index]
+        observer.tokens = None if mask is None else mask.bool()
+        observer.sample = f"sample {index}"
+        return mask
+
+    walk(
+        model,
+        every,
+        observer,
+        kept=Activations() if kept is None else kept,
+        before=before,
+        keep_all=kept is not None,
+        progress=progress,
+    )
+    observer.forget()
     return observer.stats
 
 

@@ -149,11 +149,10 @@ def _target(spec: OptimizeSpec, shape: ModelShape) -> tuple[Device, str, CostOf]
 
 
 def _calibrate(loaded: LoadedModel, read: Tokens, meter: _Meter) -> Amaxes:
-    planned = len(read.calibration.sequences)
     stats = calibrate(
         loaded,
         read.calibration.sequences,
-        lambda n: meter.at(n, planned, "sequences"),
+        lambda n, of: meter.at(n, of, "layers"),
     )
     return amaxes(stats)
 
@@ -166,14 +165,13 @@ def _sweep(
     rounding: tuple[Amaxes, WeightCodes],
     meter: _Meter,
 ) -> Sensitivities:
-    planned = len(read.calibration.sequences) + 2  # the matrices, and the contrast
     return measure(
         loaded,
         read.calibration.sequences,
         wanted,
         *rounding,
         seed=spec.seed,
-        progress=lambda n: meter.at(n, planned, "sequences"),
+        progress=lambda n, of: meter.at(n, of + of // 8, "layers"),  # the contrast
     )
 
 

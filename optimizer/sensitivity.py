@@ -9,13 +9,14 @@ and centered, so the cross terms vanish and
     KL(site, choice) ≈ ½ Σ over its places of E[Σᵢ gᵢ² δᵢ²]    nats per token.
 
 For a matrix g is its gradient summed over a sequence, since one δ acts on every
-token. One forward pass and one backward pass per label sample give every g; each δ
-is an elementwise rounding. `exact` measures the same numbers one at a time.
+token. Stages run from the last to the first: each is run again from its input and
+sent back the gradient of what follows, so only one stage's graph and weights are
+ever in memory. Each δ is an elementwise rounding. `exact` measures the same numbers
+one at a time.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,51 +36,34 @@ from optimizer.metrics import logits_kl_nats
 from optimizer.model import LoadedModel
 from optimizer.quantize import saturated_share
 from optimizer.sites import LinearPart
-from optimizer.stack import LINEAR, Choice, Precision, Role, Site, Stack, roundings
+from optimizer.stack import (
+    WHOLE_MODEL,
+    Choice,
+    Component,
+    Precision,
+    Role,
+    Site,
+    Stack,
+    roundings,
+)
+from optimizer.sums import (
+    Candidates,
+    Place,
+    Rounding,
+    Sensitivities,
+    Sensitivity,
+    Sums,
+    total,
+    wanted_roundings,
+)
+from optimizer.walk import Activations, Told, silent, walk
 
-Candidates = Mapping[Site, Sequence[Choice]]
+__all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sweep"]
+
 # Per sequence. On SmolLM2, 512 tokens and 4 of its layers, 1, 2 and 4 samples had a
 # log-Pearson of 0.9969, 0.9970 and 0.9979 with exact runs; each costs a backward pass.
 LABEL_SAMPLES = 1
 ROUNDED = 1e-6  # relative: what making and undoing a float32 scale may move a value
-
-
-@dataclass(slots=True)
-class Rounding:
-    """Running sums for one place and one precision."""
-
-    kl: float = 0.0  # ½ Σ g² δ², summed over tokens and label samples
-    signal: float = 0.0  # Σ x²
-    noise: float = 0.0  # Σ δ²
-    saturated: int = 0
-    flushed: int = 0
-    count: int = 0
-
-    def lose(self, error: Tensor, squared: Tensor) -> None:
-        """Add δ² of one tensor, weighted with g² and not."""
-        self.kl += 0.5 * float(torch.dot(error.flatten(), squared.flatten()))
-        self.noise += float(error.sum())
-
-    @property
-    def sqnr_db(self) -> float:
-        """Signal-to-quantization-noise ratio; inf where nothing was lost."""
-        if self.noise == 0.0:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """What one site loses to one choice."""
-
-    kl_nats: float  # per token
-    sqnr_db: float  # the worst of the places that are rounded
-    saturated: float  # share of elements beyond the largest value of the format
-    flushed: float  # share of non-zero elements that became zero
-
-
-Sensitivities = dict[tuple[Site, Choice], Sensitivity]
-Place = tuple[Site, Role]
 
 
 @dataclass(slots=True, eq=False)
@@ -125,16 +109,18 @@ class Sweep(Reference):
         candidates: Candidates,
         amaxes: Amaxes,
         weights: WeightCodes,
+        samples: int = LABEL_SAMPLES,
     ) -> None:
         self._model = model
         self._amaxes = amaxes
         self._weights = weights
+        self._samples = samples
         self._wanted = wanted_roundings(candidates)
         self._seen: list[_Seen] = []
         self._last: dict[Place, Tensor] = {}
-        self._squared_weight_gradients: dict[str, Tensor] = {}
-        self.roundings: dict[tuple[Site, Role, Precision], Rounding] = {}
-        self.tokens = 0  # × label samples
+        self._errors: dict[str, list[tuple[Rounding, Tensor]]] = {}  # of a stage
+        self._sequence = 0
+        self.sums = Sums()
 
     def tap(
         self, site: Site, role: Role, x: Tensor, mask: Tensor | None = None
@@ -156,33 +142,80 @@ class Sweep(Reference):
         y = super().linear(part, x)
         if (part.site, Role.WEIGHT) in self._wanted:
             rows = x.detach().flatten(0, -2)  # (tokens, in)
-            y.register_hook(lambda g: self._add_weight_gradient(part, g, rows))
+            y.register_hook(lambda g: self._score_matrix(part, g, rows))
         return y
 
-    def _add_weight_gradient(self, part: LinearPart, g: Tensor, rows: Tensor) -> None:
-        gradient = g.detach().flatten(0, -2).T @ rows  # (out, in), over the sequence
-        total = self._squared_weight_gradients.get(part.name)
-        if total is None:
-            self._squared_weight_gradients[part.name] = gradient.square_()
-        else:
-            total.addcmul_(gradient, gradient)
+    @torch.no_grad()
+    def _score_matrix(self, part: LinearPart, g: Tensor, rows: Tensor) -> None:
+        squared = g.detach().flatten(0, -2).T @ rows  # (out, in), over the sequence
+        squared.square_()
+        for rounding, error in self._matrix_errors(part):
+            rounding.lose(self._sequence, error, squared)
 
-    def run(self, ids: Tensor, samples: int, generator: torch.Generator) -> None:
-        """Score one sequence of ids (1, tokens)."""
+    def _matrix_errors(self, part: LinearPart) -> list[tuple[Rounding, Tensor]]:
+        """Return δ² of every rounding of a matrix, made once in a stage."""
+        if part.name not in self._errors:
+            whole = _Whole.of(part.weight)
+            made = self._errors.setdefault(part.name, [])
+            for precision in self._wanted[part.site, Role.WEIGHT]:
+                operand = self._weights.get(part, precision)
+                error = apply_scale(*operand).sub(part.weight).square_()
+                key = (part.site, Role.WEIGHT, precision)
+                made.append((self._count(key, whole, operand, error), error))
+        return self._errors[part.name]
+
+    def run(
+        self,
+        stage: int,
+        sequence: int,
+        ids: Tensor,
+        hidden: Tensor | None,
+        following: Sequence[Tensor] | torch.Generator,
+    ) -> list[Tensor]:
+        """Score one stage of one sequence; return the gradients of its input.
+
+        There is one gradient for each label sample. `following` has those of the
+        stage's output; for the last stage, what draws the labels.
+        """
+        self._sequence = sequence
         with torch.enable_grad():
-            logits = self._model.forward(ids, self)[0]  # (tokens, vocab)
-            with torch.no_grad():
-                p = logits.softmax(dim=-1)
-                labels = torch.multinomial(p, samples, True, generator=generator)
-            for k in range(samples):
-                loss = functional.cross_entropy(logits, labels[:, k], reduction="sum")
-                loss.backward(retain_graph=k < samples - 1)
-        del logits, loss
-        self.tokens += ids.shape[1] * samples
+            if hidden is not None:
+                hidden = hidden.detach().clone().requires_grad_(True)
+            out = self._model.stage(stage, ids, hidden, self)
+            if isinstance(following, torch.Generator):
+                losses = self._losses(out[0], following)
+                gradients = [self._back(loss, None, hidden) for loss in losses]
+            else:
+                gradients = [self._back(out, g, hidden) for g in following]
         for seen in self._seen:
             self._score(seen)
         self._seen.clear()
         self._last.clear()
+        return [g for g in gradients if g is not None]
+
+    def _losses(self, logits: Tensor, generator: torch.Generator) -> list[Tensor]:
+        with torch.no_grad():
+            p = logits.softmax(dim=-1)  # (tokens, vocab)
+            labels = torch.multinomial(p, self._samples, True, generator=generator)
+        self.sums.tokens[self._sequence] = len(logits) * self._samples
+        return [
+            functional.cross_entropy(logits, labels[:, k], reduction="sum")
+            for k in range(self._samples)
+        ]
+
+    def _back(
+        self, out: Tensor, gradient: Tensor | None, hidden: Tensor | None
+    ) -> Tensor | None:
+        """Send one gradient through the stage; return what arrives at its input."""
+        out.backward(gradient, retain_graph=self._samples > 1)
+        if hidden is None:
+            return None
+        found, hidden.grad = hidden.grad, None
+        return found
+
+    def leave(self, stage: int) -> None:
+        """Forget what only this stage needed."""
+        self._errors.clear()
 
     @torch.no_grad()
     def _score(self, seen: _Seen) -> None:
@@ -191,18 +224,23 @@ class Sweep(Reference):
         whole = _Whole.of(x)
         calibrated = self._amaxes.get(seen.place)
         for precision in self._wanted[seen.place]:
-            codes, scale = round_operand(x, precision, calibrated)
-            sums = self._sums((*seen.place, precision), whole, (codes, scale))
-            error = codes if scale is None else codes.mul_(scale)  # fresh: ours to use
-            sums.lose(error.sub_(x).square_(), seen.squared)
+            operand = round_operand(x, precision, calibrated)
+            error = apply_scale(*operand).sub(x).square_()
+            sums = self._count((*seen.place, precision), whole, operand, error)
+            sums.lose(self._sequence, error, seen.squared)
 
-    def _sums(
-        self, key: tuple[Site, Role, Precision], whole: "_Whole", operand: Operand
+    def _count(
+        self,
+        key: tuple[Site, Role, Precision],
+        whole: "_Whole",
+        operand: Operand,
+        error: Tensor,
     ) -> Rounding:
         """Return the running sums of a rounding, with one more tensor counted."""
-        sums = self.roundings.setdefault(key, Rounding())
+        sums = self.sums.at(key)
         codes, scale = operand
         sums.signal += whole.signal
+        sums.noise += float(error.sum())
         sums.count += codes.numel()
         if scale is not None:  # what has no scale has fp32's range, or nearly
             sums.flushed += whole.nonzero - int(codes.count_nonzero())
@@ -212,30 +250,6 @@ class Sweep(Reference):
                 share = saturated_share(whole.x, scale, fmt)
                 sums.saturated += round(share * codes.numel())
         return sums
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Score the matrices: their gradients are complete only now."""
-        for site, parts in self._model.parts.items():
-            for precision in self._wanted.get((site, Role.WEIGHT), ()):
-                for part in parts:
-                    squared = self._squared_weight_gradients[part.name]
-                    operand = self._weights.get(part, precision)
-                    key = (site, Role.WEIGHT, precision)
-                    sums = self._sums(key, _Whole.of(part.weight), operand)
-                    error = apply_scale(*operand).sub(part.weight)
-                    sums.lose(error.square_(), squared)
-        self._squared_weight_gradients.clear()
-
-
-def wanted_roundings(candidates: Candidates) -> dict[Place, tuple[Precision, ...]]:
-    """Return the distinct precisions that the candidates ask for at each place."""
-    wanted: dict[Place, dict[Precision, None]] = {}
-    for site, choices in candidates.items():
-        for choice in choices:
-            for role, precision in roundings(site.component, choice):
-                wanted.setdefault((site, role), {})[precision] = None
-    return {place: tuple(some) for place, some in wanted.items()}
 
 
 def measure(
@@ -247,46 +261,71 @@ def measure(
     *,
     label_samples: int = LABEL_SAMPLES,
     seed: int = 0,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Told = silent,
+    kept: Activations | None = None,
 ) -> Sensitivities:
-    """Estimate every candidate's KL in nats per token over `sequences` of ids (1, tokens)."""
-    sweep = Sweep(model, candidates, amaxes, weights)
-    generator = torch.Generator().manual_seed(seed)
-    for index, ids in enumerate(sequences):
-        sweep.run(ids, label_samples, generator)
-        progress(index + 1)
-    sweep.finish()
-    return {
-        (site, choice): _total(sweep, site, choice)
-        for site, choices in candidates.items()
-        for choice in choices
-    }
+    """Estimate every candidate's KL in nats per token over `sequences` of ids (1, tokens).
 
-
-def _total(sweep: Sweep, site: Site, choice: Choice) -> Sensitivity:
-    sums = [
-        sweep.roundings[site, role, precision]
-        for role, precision in roundings(site.component, choice)
-    ]
-    return Sensitivity(
-        kl_nats=sum(s.kl for s in sums) / sweep.tokens,
-        sqnr_db=min((s.sqnr_db for s in sums), default=math.inf),
-        saturated=max((s.saturated / s.count for s in sums), default=0.0),
-        flushed=max((s.flushed / s.count for s in sums), default=0.0),
+    `kept` has the inputs of every stage, where `calibrate` left them.
+    """
+    sums = sweep(
+        model,
+        dict(enumerate(sequences)),
+        candidates,
+        amaxes,
+        weights,
+        label_samples=label_samples,
+        seed=seed,
+        progress=progress,
+        kept=kept,
     )
+    return total(sums, candidates)
+
+
+def sweep(
+    model: LoadedModel,
+    sequences: Mapping[int, Tensor],
+    candidates: Candidates,
+    amaxes: Amaxes,
+    weights: WeightCodes,
+    *,
+    label_samples: int = LABEL_SAMPLES,
+    seed: int = 0,
+    progress: Told = silent,
+    kept: Activations | None = None,
+) -> Sums:
+    """Return the sums over some of the sequences of ids (1, tokens), by their number.
+
+    The sums of a sequence do not depend on which others are swept with it.
+    """
+    order = list(sequences)
+    if kept is None:
+        kept = Activations()
+        every = list(sequences.values())
+        walk(model, every, Reference(), kept=kept, last=False, names=order)
+    executor = Sweep(model, candidates, amaxes, weights, label_samples)
+    gradients = Activations()
+    planned = model.stages * len(sequences)
+    for stage in reversed(range(model.stages)):
+        with model.residency.holding(stage):
+            for done, number in enumerate(order):
+                following = (
+                    [gradients.get((k, number)) for k in range(label_samples)]
+                    if stage + 1 < model.stages
+                    else torch.Generator().manual_seed(seed + 1_000_003 * number)
+                )
+                hidden = kept.get((stage, number)) if stage else None
+                ids = sequences[number]
+                found = executor.run(stage, number, ids, hidden, following)
+                for k, gradient in enumerate(found):
+                    gradients.put((k, number), gradient)
+                back = model.stages - 1 - stage
+                progress(back * len(order) + done + 1, planned)
+            executor.leave(stage)
+    return executor.sums
 
 
 # --- one at a time -----------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _Prefix:
-    """The reference run of one sequence: what every candidate starts from."""
-
-    ids: Tensor
-    inputs: list[Tensor] = field(default_factory=list)  # of each layer, and of the end
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
-    p: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @torch.no_grad()
@@ -296,7 +335,7 @@ def exact(
     candidates: Candidates,
     amaxes: Amaxes,
     weights: WeightCodes,
-    progress: Callable[[int, int], None] = lambda done, planned: None,
+    progress: Told = silent,
 ) -> dict[tuple[Site, Choice], float]:
     """Measure every candidate alone, in nats per token, from cached prefixes.
 
@@ -304,43 +343,43 @@ def exact(
     not run at all.
     """
     pairs = [(s, c) for s, some in candidates.items() for c in some]
-    total = dict.fromkeys(pairs, 0.0)
+    lost = dict.fromkeys(pairs, 0.0)
     run = [(s, c) for s, c in pairs if roundings(s.component, c)]
     tokens = 0
     for index, ids in enumerate(sequences):
-        prefix = _prefix(model, ids)
+        kept = Activations()
+        truth: list[Tensor] = []
+        after = _last_to(model, truth)
+        walk(model, [ids], Reference(), kept=kept, after=after)
+        p = truth[0].softmax(dim=-1)
         tokens += ids.numel()
         for done, (site, choice) in enumerate(run):
             executor = Stacked(Stack({site: choice}), amaxes, weights)
-            logits = _resume(model, prefix, site, executor)
-            kl = logits_kl_nats(prefix.logits, logits, prefix.p)
-            total[site, choice] += float(kl.sum(dtype=torch.float64))
+            logits = _rest(model, ids, kept, site, executor)
+            kl = logits_kl_nats(truth[0], logits, p)
+            lost[site, choice] += float(kl.sum(dtype=torch.float64))
             progress(index * len(run) + done + 1, len(sequences) * len(run))
-    return {pair: kl / tokens for pair, kl in total.items()}
+    return {pair: kl / tokens for pair, kl in lost.items()}
 
 
-def _prefix(model: LoadedModel, ids: Tensor) -> _Prefix:
-    prefix = _Prefix(ids)
-    model.captured = prefix.inputs
-    try:
-        prefix.logits = model.forward(ids, Reference())[0]
-        prefix.p = prefix.logits.softmax(dim=-1)
-    finally:
-        model.captured = None
-    return prefix
+def _last_to(
+    model: LoadedModel, found: list[Tensor]
+) -> Callable[[int, int, Tensor], None]:
+    """Return what puts the logits (tokens, vocab) of a walk into a list."""
+
+    def after(stage: int, index: int, out: Tensor) -> None:
+        if stage == model.stages - 1:
+            found.append(out[0])
+
+    return after
 
 
-def _resume(
-    model: LoadedModel, prefix: _Prefix, site: Site, executor: Reference
+def _rest(
+    model: LoadedModel, ids: Tensor, kept: Activations, site: Site, executor: Reference
 ) -> Tensor:
-    first = site.layer
-    if first < 0:  # the embeddings run from the start, norm and head from the end
-        first = len(model.layers) if site.component in LINEAR_OR_NORM else 0
-    model.resume = (first, prefix.inputs[first]) if first else None
-    try:
-        return model.forward(prefix.ids, executor)[0]
-    finally:
-        model.resume = None
-
-
-LINEAR_OR_NORM = LINEAR | {"norms"}
+    """Return the logits (tokens, vocab) from the layer of a site on."""
+    if site.layer == WHOLE_MODEL and site.component is Component.EMBEDDINGS:
+        return model.forward(ids, executor)[0]
+    layers = len(model.layers)
+    first = layers if site.layer == WHOLE_MODEL else site.layer
+    return model.tail(first, ids, kept.get((first + 1, 0)), executor)[0]

@@ -45,17 +45,18 @@ def test_the_head_in_bf16_by_hand() -> None:
     choice = choice_named(Component.LM_HEAD, "bf16")
     candidates = {HEAD: [choice]}
     weights = WeightCodes(model)
-    sweep = sensitivity.Sweep(model, candidates, {}, weights)
     samples = 400
-    sweep.run(ids, samples, torch.Generator().manual_seed(0))
-    (output,) = (r for (_, role, _), r in sweep.roundings.items() if role == "output")
+    sums = sensitivity.sweep(
+        model, {0: ids}, candidates, {}, weights, label_samples=samples
+    )
+    (output,) = (r for (_, role, _), r in sums.roundings.items() if role == "output")
     with torch.no_grad():
         logits = model.forward(ids, Reference())[0]
     p = logits.softmax(-1)
     delta = logits.bfloat16().float() - logits
     by_hand = 0.5 * float((p * (1 - p) * delta.square()).sum())
     # 48 tokens × 400 draws: a standard error of about 2 %, three of them.
-    assert output.kl / samples == pytest.approx(by_hand, rel=0.06)
+    assert output.kl[0] / samples == pytest.approx(by_hand, rel=0.06)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPT2LMHeadModel"])
