@@ -13,6 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from optimizer.errors import ModelError
+from optimizer.quantized import (
+    CodeScale,
+    beside,
+    refuse_unreadable_method,
+    scales,
+)
 from optimizer.weights import (
     StoredTensor,
     read_header,
@@ -55,7 +61,7 @@ MAX_SHARDS = 1_000
 READ_BYTES = 8 << 20
 
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16"}
-_DTYPE_NAMES["BF16"] = "bfloat16"
+_DTYPE_NAMES |= {"BF16": "bfloat16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,9 @@ class Checkpoint:
     """What the files of a model folder say, and they agree with each other.
 
     `dtype_bytes` is stored bytes by safetensors dtype; `declared_dtype` is what
-    config.json claims (None: nothing). The stored one is the truth.
+    config.json claims (None: nothing). The stored one is the truth. `tensors` is all
+    that the files hold; `scales` says what the codes of an FP8 one stand for, and
+    `beside` names those that only serve others.
     """
 
     folder: Path
@@ -72,8 +80,10 @@ class Checkpoint:
     config: Mapping[str, Any]
     files: tuple[str, ...]  # with weights
     tensors: Mapping[str, StoredTensor]
-    parameters: int  # elements of all stored tensors; tied ones are stored once
-    stored_bytes: int
+    scales: Mapping[str, CodeScale]  # of the tensors that hold FP8 codes
+    beside: frozenset[str]  # scales of weights and of activations
+    parameters: int  # elements of the weights; tied ones are stored once
+    stored_bytes: int  # of all tensors
     dtype_bytes: Mapping[str, int]
     declared_dtype: str | None
     warnings: tuple[str, ...]
@@ -91,6 +101,8 @@ def inspect(folder: Path) -> Checkpoint:
     architecture = _architecture(config)
     _require_tokenizer(folder)
     tensors = _tensors(folder)
+    code_scales = scales(tensors, config)
+    others = beside(tensors, code_scales)
     dtype_bytes: Counter[str] = Counter()
     for tensor in tensors.values():
         dtype_bytes[tensor.dtype] += tensor.stored_bytes
@@ -102,11 +114,13 @@ def inspect(folder: Path) -> Checkpoint:
         config=MappingProxyType(config),
         files=tuple(sorted({t.file for t in tensors.values()})),
         tensors=MappingProxyType(tensors),
-        parameters=sum(t.elements for t in tensors.values()),
+        scales=MappingProxyType(code_scales),
+        beside=others,
+        parameters=sum(t.elements for n, t in tensors.items() if n not in others),
         stored_bytes=dtype_bytes.total(),
         dtype_bytes=MappingProxyType(dict(dtype_bytes)),
         declared_dtype=declared,
-        warnings=tuple(_dtype_warnings(declared, dtype_bytes)),
+        warnings=(*_dtype_warnings(declared, dtype_bytes), *_fp8_warnings(code_scales)),
     )
 
 
@@ -184,11 +198,7 @@ def _read_json(folder: Path, name: str, max_bytes: int) -> dict[str, Any]:
 def _config(folder: Path) -> dict[str, Any]:
     config = _read_json(folder, CONFIG, MAX_CONFIG_BYTES)
     _refuse_remote_code(config, CONFIG)
-    if config.get("quantization_config") is not None:
-        raise ModelError(
-            f"{CONFIG} has a quantization_config ({_method(config)}): a model that is "
-            "already quantized is not supported yet, give the one it was made from"
-        )
+    refuse_unreadable_method(config, CONFIG)
     if "transformers_weights" in config:  # would load other files than those judged
         raise ModelError(
             f"{CONFIG} redirects weights (transformers_weights): remove it"
@@ -199,14 +209,6 @@ def _config(folder: Path) -> dict[str, Any]:
             "(merge_and_unload) and give the merged folder"
         )
     return config
-
-
-def _method(config: Mapping[str, Any]) -> str:
-    quantization = config["quantization_config"]
-    method = (
-        quantization.get("quant_method") if isinstance(quantization, dict) else None
-    )
-    return str(method or "no quant_method")[:40]
 
 
 def _refuse_remote_code(config: Mapping[str, Any], name: str) -> None:
@@ -345,3 +347,11 @@ def _dtype_warnings(declared: str | None, stored: Mapping[str, int]) -> Iterable
         yield f"the weights are stored in several dtypes: {shares}"
     if declared is not None and declared not in ("auto", *floats):
         yield f"{CONFIG} declares {declared}, the files hold {shares}: stored counts"
+
+
+def _fp8_warnings(scales: Mapping[str, CodeScale]) -> Iterable[str]:
+    if scales:
+        yield (
+            f"{len(scales)} tensors are FP8 already: the reference is what their codes "
+            "and scales stand for, not the model they were made from"
+        )

@@ -38,6 +38,8 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
         "I8": 1,
         "U8": 1,
         "BOOL": 1,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
     }
 )
 """The dtypes a checkpoint may hold, by the safetensors format's names."""
@@ -48,6 +50,8 @@ _EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F32": (np.uint32, 0x7F80_0000),
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
+    "F8_E4M3": (np.uint8, 0x7F),  # no inf, and one NaN: all bits but the sign
+    "F8_E5M2": (np.uint8, 0x7C),
 }
 
 
@@ -76,7 +80,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors that a safetensors file says it holds.
 
     Reads the header only. Raises ModelError naming file and tensor for everything
-    that is not exactly as the format wants it, and for FP8 and other quantized dtypes.
+    that is not exactly as the format wants it, and for the dtypes of other schemes
+    than FP8.
     """
     try:
         content = _header_bytes(path)
@@ -162,14 +167,14 @@ def _tensor(name: str, entry: object, file: str, base: int) -> StoredTensor:
 
 
 def _dtype(dtype: object, label: str) -> str:
+    if isinstance(dtype, str) and dtype in ITEM_BYTES:
+        return dtype
     if isinstance(dtype, str) and dtype.startswith(("F8_", "F6_", "F4")):
         raise ValueError(
-            f"tensor {label} is {dtype[:16]}: a model that is already quantized is not "
-            "supported yet, give the one it was made from"
+            f"tensor {label} is {dtype[:16]}: of models that are already quantized "
+            "only F8_E4M3 and F8_E5M2 are read; give the model it was made from"
         )
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ValueError(f"tensor {label} has the unknown dtype {str(dtype)[:16]!r}")
-    return dtype
+    raise ValueError(f"tensor {label} has the unknown dtype {str(dtype)[:16]!r}")
 
 
 def _counts(value: object, where: str) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ NUMPY = {
     "F32": np.float32,
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
     "I64": np.int64,
 }
 
@@ -36,8 +38,14 @@ def write_file(path: Path, header: object, content: bytes = b"") -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], dtype: str) -> None:
+    """Write tensors that all have the safetensors dtype `dtype`."""
+    write_mixed(path, {name: (dtype, values) for name, values in tensors.items()})
+
+
+def write_mixed(path: Path, tensors: Mapping[str, tuple[str, np.ndarray]]) -> None:
+    """Write tensors, each with the safetensors dtype beside it."""
     header, content = {}, b""
-    for name, values in tensors.items():
+    for name, (dtype, values) in tensors.items():
         stored = values.astype(NUMPY[dtype]).tobytes()
         end = len(content) + len(stored)
         header[name] = entry(dtype, list(values.shape), len(content), end)

@@ -253,8 +253,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "other model type": ({"model_type": "evil"}, "model_type is 'evil'"),
     "remote code": ({"auto_map": {"AutoModel": "x.X"}}, "auto_map.*never run"),
     "empty remote code": ({"auto_map": {}}, "auto_map.*never run"),
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-    "quantized somehow": ({"quantization_config": 8}, "no quant_method"),
     "redirected weights": ({"transformers_weights": "x.safetensors"}, "redirects"),
 }
 

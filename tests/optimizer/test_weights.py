@@ -98,8 +98,8 @@ HEADERS: dict[str, tuple[object, int, str]] = {
         16,
         "unknown dtype",
     ),
-    "FP8 e4m3": ({"w": entry("F8_E4M3", [16], 0, 16)}, 16, "already quantized"),
-    "FP8 e5m2": ({"w": entry("F8_E5M2", [16], 0, 16)}, 16, "already quantized"),
+    "MX scales": ({"w": entry("F8_E8M0", [16], 0, 16)}, 16, "already quantized"),
+    "FP4": ({"w": entry("F4", [32], 0, 16)}, 16, "already quantized"),
     "name too long": ({"n" * 513: F32_4}, 16, "too long"),
     "name with a control character": ({"a\x1b[2J": F32_4}, 16, "not printable"),
     "empty name": ({"": F32_4}, 16, "is empty"),
@@ -148,7 +148,7 @@ def test_too_many_tensors_are_refused_before_they_are_parsed(folder: Path) -> No
 # --- values ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E5M2"])
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_non_finite_weight_is_named_with_its_file(
     folder: Path, dtype: str, bad: float
@@ -157,32 +157,34 @@ def test_non_finite_weight_is_named_with_its_file(
     values[-1, -1] = bad
     write_tensors(folder / WEIGHTS, {"fine": np.ones(3), "broken": values}, dtype)
     with pytest.raises(NonFiniteError) as caught:
-        check_values(inspect(folder))
+        refuse_non_finite(folder, read_header(folder / WEIGHTS))
     assert caught.value.where == f"tensor broken of {WEIGHTS}"
 
 
-@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
 def test_the_largest_finite_values_pass(folder: Path, dtype: str) -> None:
     limits = ml_dtypes.finfo(NUMPY[dtype])
     extremes = [limits.max, limits.min, limits.tiny, limits.smallest_subnormal, -0.0]
     values = np.array(extremes, NUMPY[dtype])
     write_tensors(folder / WEIGHTS, {"w": values}, dtype)
-    check_values(inspect(folder))
+    refuse_non_finite(folder, read_header(folder / WEIGHTS))
 
 
-@pytest.mark.parametrize("dtype", ["F16", "BF16"])
-def test_all_16_bit_patterns_agree_with_ml_dtypes(tmp_path: Path, dtype: str) -> None:
-    patterns = np.arange(1 << 16, dtype=np.uint16)
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F8_E4M3", "F8_E5M2"])
+def test_all_patterns_agree_with_ml_dtypes(tmp_path: Path, dtype: str) -> None:
+    size = np.dtype(NUMPY[dtype]).itemsize
+    patterns = np.arange(1 << 8 * size, dtype=f"u{size}")
     with np.errstate(invalid="ignore"):  # signaling NaNs are among them
         finite = np.isfinite(patterns.view(NUMPY[dtype]))
     refused = patterns[~finite]
     np.concatenate([refused, patterns[finite]]).tofile(tmp_path / "all")
-    for start in range(0, 2 * refused.size, 2):
+    for start in range(0, refused.nbytes, size):
         with pytest.raises(NonFiniteError):
             refuse_non_finite(
-                tmp_path, {"w": StoredTensor(dtype, (1,), "all", start, start + 2)}
+                tmp_path, {"w": StoredTensor(dtype, (1,), "all", start, start + size)}
             )
-    rest = StoredTensor(dtype, (int(finite.sum()),), "all", 2 * refused.size, 1 << 17)
+    end = patterns.nbytes
+    rest = StoredTensor(dtype, (int(finite.sum()),), "all", refused.nbytes, end)
     refuse_non_finite(tmp_path, {"w": rest})
 
 
