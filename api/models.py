@@ -13,6 +13,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     MetaData,
+    Text,
     TypeDecorator,
     text,
 )
@@ -221,3 +222,55 @@ class Artifact(Base):
     bytes: Mapped[int] = mapped_column(BigInteger)
     media_type: Mapped[str]
     created_at: Mapped[datetime]
+
+
+class KeptResult(Base):
+    """What a piece of a job came to; whoever asks for the same key need not compute.
+
+    Keys are digests of everything that decides the result. A tenant reads its own
+    alone: a result that is there at once would tell what others ask for.
+    """
+
+    __tablename__ = "results"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+    text: Mapped[str | None] = mapped_column(Text())  # JSON; None: a file holds it
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime]
+    last_used_at: Mapped[datetime] = mapped_column(index=True)
+
+
+class PieceState(StrEnum):
+    """A piece goes down this list; one whose worker fell silent is as if queued."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"  # its result is kept
+    FAILED = "failed"  # a helper could not; the job's own worker tries
+
+
+class JobPiece(Base):
+    """A part of a running job that any worker may compute. Gone when it was read."""
+
+    __tablename__ = "pieces"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    place: Mapped[int]  # in the list that the job asked for
+    kind: Mapped[str]
+    payload: Mapped[dict[str, Any]]
+    state: Mapped[PieceState] = mapped_column(
+        Enum(
+            PieceState,
+            native_enum=False,
+            length=16,
+            values_callable=lambda e: [s.value for s in e],
+        ),
+        default=PieceState.QUEUED,
+    )
+    attempt: Mapped[int] = mapped_column(default=0)
+    worker: Mapped[str | None]
+    heartbeat_at: Mapped[datetime | None]
+    error: Mapped[str | None]

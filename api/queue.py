@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
 RUN_JOB = "precision.run_job"
+RUN_PIECES = "precision.run_pieces"
 PATIENCE_S = 2.0  # a caller waits for this, so no longer
 
 log = structlog.get_logger()
@@ -34,8 +35,17 @@ def ring(job_id: str) -> None:
     """Tell a worker that `job_id` is queued. A broker that is away is not an error:
     the row is there, and the sweep rings again.
     """
+    _send(RUN_JOB, job_id)
+
+
+def ring_for_help(job_id: str) -> None:
+    """Tell one more worker that pieces of a running job wait; see `ring`."""
+    _send(RUN_PIECES, job_id)
+
+
+def _send(task: str, job_id: str) -> None:
     try:
-        producer().send_task(RUN_JOB, args=[job_id], retry=False, ignore_result=True)
+        producer().send_task(task, args=[job_id], retry=False, ignore_result=True)
     except Exception as error:  # whatever the transport raises; the row is the truth
         log.warning("broker_unreachable", job_id=job_id, error=type(error).__name__)
 

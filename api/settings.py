@@ -83,6 +83,14 @@ class Settings(BaseSettings):
     max_dataset_bytes: Annotated[int, Field(ge=1024, le=4096 * MIB)] = Field(
         default=64 * MIB, description="Largest dataset that may be uploaded."
     )
+    results_max_bytes: Annotated[int, Field(ge=0)] = Field(
+        default=1024 * MIB,
+        description="Results kept for later jobs on the same model and data; beyond "
+        "it, those that were not used for longest go.",
+    )
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0, description="CPU threads that a worker computes with. 0: all."
+    )
     stream_poll_s: Seconds = Field(
         default=0.5, description="How often an event stream looks for new events."
     )

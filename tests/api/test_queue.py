@@ -25,3 +25,11 @@ def test_a_broker_that_is_away_costs_little_and_raises_nothing(
     queue.ring("job_1")
     assert not queue.reachable()
     assert time.monotonic() - began < 4 * queue.PATIENCE_S
+
+
+def test_help_is_asked_for_by_another_name() -> None:
+    queue.ring_for_help("job_1")
+    with queue.producer().connection_for_read() as connection:
+        message = connection.SimpleQueue("celery").get(timeout=1)
+    assert message.headers["task"] == queue.RUN_PIECES
+    assert message.payload[0] == ["job_1"]
