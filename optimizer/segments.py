@@ -1,5 +1,6 @@
 """Part of a network's pass: from which layer, up to which, and what is in memory."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,6 +44,9 @@ class Residency(Protocol):
     def holding(self, stage: int) -> AbstractContextManager[None]:
         """Keep the weights of a stage until the context ends."""
 
+    def on_release(self, call: Callable[[], None]) -> None:
+        """Call this whenever a stage has let its weights go."""
+
 
 class Resident:
     """Everything is in memory."""
@@ -52,6 +56,9 @@ class Resident:
     def holding(self, stage: int) -> AbstractContextManager[None]:
         """Nothing is to be done."""
         return nullcontext()
+
+    def on_release(self, call: Callable[[], None]) -> None:
+        """Nothing is ever let go."""
 
 
 def given(segment: Segment) -> Tensor:

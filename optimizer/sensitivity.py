@@ -11,40 +11,34 @@ and centered, so the cross terms vanish and
 For a matrix g is its gradient summed over a sequence, since one δ acts on every
 token. Stages run from the last to the first: each is run again from its input and
 sent back the gradient of what follows, so only one stage's graph and weights are
-ever in memory. Each δ is an elementwise rounding. `exact` measures the same numbers
-one at a time.
+ever in memory. Each δ is an elementwise rounding. `exact.py` measures the same
+numbers one at a time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from optimizer.exact import exact
 from optimizer.execute import (
     Amaxes,
     Operand,
     Reference,
-    Stacked,
     WeightCodes,
     apply_scale,
     round_operand,
 )
 from optimizer.formats import FORMATS
-from optimizer.metrics import logits_kl_nats
 from optimizer.model import LoadedModel
 from optimizer.quantize import saturated_share
 from optimizer.sites import LinearPart
 from optimizer.stack import (
-    WHOLE_MODEL,
-    Choice,
-    Component,
     Precision,
     Role,
     Site,
-    Stack,
-    roundings,
 )
 from optimizer.sums import (
     Candidates,
@@ -63,6 +57,7 @@ __all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sw
 # Per sequence. On SmolLM2, 512 tokens and 4 of its layers, 1, 2 and 4 samples had a
 # log-Pearson of 0.9969, 0.9970 and 0.9979 with exact runs; each costs a backward pass.
 LABEL_SAMPLES = 1
+PRODUCT_BYTES = 256 << 20  # of activations and gradients that wait to be scored
 ROUNDED = 1e-6  # relative: what making and undoing a float32 scale may move a value
 
 
@@ -78,6 +73,24 @@ class _Seen:
     def add(self, gradient: Tensor) -> None:
         square = gradient.detach().square()
         self.squared = square if self.squared is None else self.squared.add_(square)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Product:
+    """What a matrix was multiplied with in one sequence, and the gradient after it."""
+
+    part: LinearPart
+    sequence: int
+    gradient: Tensor  # (..., out)
+    rows: Tensor  # (tokens, in)
+
+    @property
+    def bytes(self) -> int:
+        return 4 * (self.gradient.numel() + self.rows.numel())
+
+    def squared_gradient(self) -> Tensor:
+        """Return the matrix's own gradient over the sequence, squared: (out, in)."""
+        return (self.gradient.flatten(0, -2).T @ self.rows).square_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +131,8 @@ class Sweep(Reference):
         self._wanted = wanted_roundings(candidates)
         self._seen: list[_Seen] = []
         self._last: dict[Place, Tensor] = {}
-        self._errors: dict[str, list[tuple[Rounding, Tensor]]] = {}  # of a stage
+        self._products: list[_Product] = []
+        self._counted: set[tuple[str, Precision]] = set()  # matrices
         self._sequence = 0
         self.sums = Sums()
 
@@ -142,27 +156,40 @@ class Sweep(Reference):
         y = super().linear(part, x)
         if (part.site, Role.WEIGHT) in self._wanted:
             rows = x.detach().flatten(0, -2)  # (tokens, in)
-            y.register_hook(lambda g: self._score_matrix(part, g, rows))
+            number = self._sequence
+            y.register_hook(
+                lambda g: self._products.append(_Product(part, number, g, rows))
+            )
         return y
 
     @torch.no_grad()
-    def _score_matrix(self, part: LinearPart, g: Tensor, rows: Tensor) -> None:
-        squared = g.detach().flatten(0, -2).T @ rows  # (out, in), over the sequence
-        squared.square_()
-        for rounding, error in self._matrix_errors(part):
-            rounding.lose(self._sequence, error, squared)
+    def _score_matrices(self) -> None:
+        """Score the matrices of the products seen, one matrix in memory at a time."""
+        by_name: dict[str, list[_Product]] = {}
+        for product in self._products:
+            by_name.setdefault(product.part.name, []).append(product)
+        self._products.clear()
+        for products in by_name.values():
+            errors = self._matrix_errors(products[0].part)
+            for product in products:
+                squared = product.squared_gradient()
+                for rounding, error in errors:
+                    rounding.lose(product.sequence, error, squared)
 
     def _matrix_errors(self, part: LinearPart) -> list[tuple[Rounding, Tensor]]:
-        """Return δ² of every rounding of a matrix, made once in a stage."""
-        if part.name not in self._errors:
-            whole = _Whole.of(part.weight)
-            made = self._errors.setdefault(part.name, [])
-            for precision in self._wanted[part.site, Role.WEIGHT]:
-                operand = self._weights.get(part, precision)
-                error = apply_scale(*operand).sub(part.weight).square_()
-                key = (part.site, Role.WEIGHT, precision)
-                made.append((self._count(key, whole, operand, error), error))
-        return self._errors[part.name]
+        """Return δ² of every rounding of a matrix, with its running sums."""
+        weight = part.weight
+        whole = _Whole.of(weight)
+        made = []
+        for precision in self._wanted[part.site, Role.WEIGHT]:
+            operand = self._weights.get(part, precision)
+            error = apply_scale(*operand).sub(weight).square_()
+            key = (part.site, Role.WEIGHT, precision)
+            if (part.name, precision) not in self._counted:
+                self._counted.add((part.name, precision))
+                self._count(key, whole, operand, error)
+            made.append((self.sums.at(key), error))
+        return made
 
     def run(
         self,
@@ -191,6 +218,8 @@ class Sweep(Reference):
             self._score(seen)
         self._seen.clear()
         self._last.clear()
+        if sum(p.bytes for p in self._products) > PRODUCT_BYTES:
+            self._score_matrices()
         return [g for g in gradients if g is not None]
 
     def _losses(self, logits: Tensor, generator: torch.Generator) -> list[Tensor]:
@@ -213,9 +242,9 @@ class Sweep(Reference):
         found, hidden.grad = hidden.grad, None
         return found
 
-    def leave(self, stage: int) -> None:
-        """Forget what only this stage needed."""
-        self._errors.clear()
+    def leave(self) -> None:
+        """Score what is left of a stage, while its weights are still there."""
+        self._score_matrices()
 
     @torch.no_grad()
     def _score(self, seen: _Seen) -> None:
@@ -321,65 +350,5 @@ def sweep(
                     gradients.put((k, number), gradient)
                 back = model.stages - 1 - stage
                 progress(back * len(order) + done + 1, planned)
-            executor.leave(stage)
+            executor.leave()
     return executor.sums
-
-
-# --- one at a time -----------------------------------------------------------
-
-
-@torch.no_grad()
-def exact(
-    model: LoadedModel,
-    sequences: Sequence[Tensor],
-    candidates: Candidates,
-    amaxes: Amaxes,
-    weights: WeightCodes,
-    progress: Told = silent,
-) -> dict[tuple[Site, Choice], float]:
-    """Measure every candidate alone, in nats per token, from cached prefixes.
-
-    Layers before the candidate's own are not run again. fp32 loses nothing and is
-    not run at all.
-    """
-    pairs = [(s, c) for s, some in candidates.items() for c in some]
-    lost = dict.fromkeys(pairs, 0.0)
-    run = [(s, c) for s, c in pairs if roundings(s.component, c)]
-    tokens = 0
-    for index, ids in enumerate(sequences):
-        kept = Activations()
-        truth: list[Tensor] = []
-        after = _last_to(model, truth)
-        walk(model, [ids], Reference(), kept=kept, after=after)
-        p = truth[0].softmax(dim=-1)
-        tokens += ids.numel()
-        for done, (site, choice) in enumerate(run):
-            executor = Stacked(Stack({site: choice}), amaxes, weights)
-            logits = _rest(model, ids, kept, site, executor)
-            kl = logits_kl_nats(truth[0], logits, p)
-            lost[site, choice] += float(kl.sum(dtype=torch.float64))
-            progress(index * len(run) + done + 1, len(sequences) * len(run))
-    return {pair: kl / tokens for pair, kl in lost.items()}
-
-
-def _last_to(
-    model: LoadedModel, found: list[Tensor]
-) -> Callable[[int, int, Tensor], None]:
-    """Return what puts the logits (tokens, vocab) of a walk into a list."""
-
-    def after(stage: int, index: int, out: Tensor) -> None:
-        if stage == model.stages - 1:
-            found.append(out[0])
-
-    return after
-
-
-def _rest(
-    model: LoadedModel, ids: Tensor, kept: Activations, site: Site, executor: Reference
-) -> Tensor:
-    """Return the logits (tokens, vocab) from the layer of a site on."""
-    if site.layer == WHOLE_MODEL and site.component is Component.EMBEDDINGS:
-        return model.forward(ids, executor)[0]
-    layers = len(model.layers)
-    first = layers if site.layer == WHOLE_MODEL else site.layer
-    return model.tail(first, ids, kept.get((first + 1, 0)), executor)[0]
