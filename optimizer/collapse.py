@@ -1,0 +1,88 @@
+"""How many different inputs a format puts on one value."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optimizer.statistics import sampled_rows
+
+COLLAPSE_ROWS = 16  # rows of one place and precision that are looked at
+ROWS_AT_ONCE = COLLAPSE_ROWS // 4  # of one tensor: more than one sequence has a say
+
+
+@dataclass(slots=True)
+class Collapse:
+    """How many different inputs of a row end on one value, summed over sampled rows.
+
+    A row is one token's vector, or one output row of a matrix: what shares a scale
+    under every granularity. Rows are few and evenly spaced, so that the figure costs
+    next to nothing; the same data give the same rows.
+    """
+
+    rows: int = 0
+    inputs: int = 0  # different inputs
+    values: int = 0  # different values after rounding
+    pairs: int = 0  # of different inputs
+    joined: int = 0  # of them: those that got one value
+
+    @property
+    def share(self) -> float:
+        """Share of the different inputs that lost a value of their own: 0 to 1."""
+        return 1 - self.values / self.inputs if self.inputs else 0.0
+
+    @property
+    def pair_share(self) -> float:
+        """Chance that two different inputs of a row got one value: 0 to 1.
+
+        Unlike `share` it does not grow with the length of the row.
+        """
+        return self.joined / self.pairs if self.pairs else 0.0
+
+    def merge(self, other: "Collapse") -> "Collapse":
+        """Return both together, in either order."""
+        return Collapse(
+            self.rows + other.rows,
+            self.inputs + other.inputs,
+            self.values + other.values,
+            self.pairs + other.pairs,
+            self.joined + other.joined,
+        )
+
+    def add(self, x: Tensor, rounded: Tensor) -> None:
+        """Count rows of `x` (..., n) and of what they became, until there are enough."""
+        wanted = min(COLLAPSE_ROWS - self.rows, ROWS_AT_ONCE)
+        if wanted <= 0 or x.numel() == 0:
+            return
+        elements = wanted * x.shape[-1]
+        before = sampled_rows(x.detach(), elements)[:wanted]
+        after = sampled_rows(rounded.detach(), elements)[:wanted]
+        inputs, same = _runs(before)
+        values, together = _runs(after)
+        n = before.shape[-1]
+        self.rows += len(before)
+        self.inputs += inputs
+        self.values += values
+        self.pairs += len(before) * (n * (n - 1) // 2) - same
+        self.joined += together - same
+
+
+def _runs(rows: Tensor) -> tuple[int, int]:
+    """Return how many different values the rows (r, n) hold, and how many equal pairs."""
+    ordered = rows.sort(dim=-1).values
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    lengths = torch.bincount(first.flatten().cumsum(0))[1:]
+    return len(lengths), int((lengths * (lengths - 1) // 2).sum())
+
+
+def collapsed_share(x: Tensor, codes: Tensor) -> float:
+    """Return the share of a row's different inputs that lost a code of their own.
+
+    1 - different codes / different inputs, over up to `ROWS_AT_ONCE` evenly
+    spaced rows of `x` (..., n): 0 where every input kept a code of its own, near 1
+    where all share a few. Example: x [[1, 1.01, 2, 2]], codes [[1, 1, 2, 2]] -> 1/3.
+    """
+    seen = Collapse()
+    seen.add(x, codes)
+    return seen.share
