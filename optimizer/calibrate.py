@@ -4,8 +4,9 @@ A `Stats` has a fixed size however much data passes, and two of them merge. Toke
 that are padding are never seen.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,20 +112,23 @@ def calibrate(
     progress: Told = silent,
     masks: Iterable[Tensor] | None = None,
     kept: Activations | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> dict[tuple[Site, Role], Stats]:
     """Run the reference over `sequences` of ids (batch, tokens) and return the stats.
 
     `masks` are attention masks, one per sequence, 0 where a token is padding. `kept`
-    gets the inputs of every stage, for a sweep of the same sequences.
+    gets the inputs of every stage, for a sweep of the same sequences; `numbers` are
+    theirs, where these are not all.
     Raises NonFiniteError naming the site and the sample.
     """
     observer = Observer()
     every = list(sequences)
     every_mask = None if masks is None else list(masks)
+    names = list(range(len(every)) if numbers is None else numbers)
 
     def before(index: int) -> Tensor | None:
         observer.forget()
-        mask = None if every_mask is None else every_mask[index]
+        mask = None if every_mask is None else every_mask[names.index(index)]
         observer.tokens = None if mask is None else mask.bool()
         observer.sample = f"sample {index}"
         return mask
@@ -136,10 +140,33 @@ def calibrate(
         kept=Activations() if kept is None else kept,
         before=before,
         keep_all=kept is not None,
+        names=names,
         progress=progress,
     )
     observer.forget()
     return observer.stats
+
+
+def stats_to_json(stats: dict[tuple[Site, Role], Stats]) -> dict[str, Any]:
+    """Return plain JSON; floats survive it exactly."""
+    return {
+        f"{site} {role}": [s.amax.tolist(), s.mean_abs, s.count]
+        for (site, role), s in stats.items()
+    }
+
+
+def stats_from_json(
+    results: Iterable[Mapping[str, Any]],
+) -> dict[tuple[Site, Role], Stats]:
+    """Return the stats of several parts of the data together."""
+    merged: dict[tuple[Site, Role], Stats] = {}
+    for result in results:
+        for name, (largest, mean_abs, count) in result.items():
+            site, role = name.split(" ")
+            key = (Site.parse(site), Role(role))
+            stats = Stats(torch.tensor(largest), mean_abs, count)
+            merged[key] = merged[key].merge(stats) if key in merged else stats
+    return merged
 
 
 def amaxes(stats: dict[tuple[Site, Role], Stats]) -> dict[tuple[Site, Role], Tensor]:

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from optimizer import document, local, model, tokens
-from optimizer.calibrate import amaxes, calibrate
+from optimizer import document, local
 from optimizer.checkpoint import inspect
 from optimizer.choose import (
     SAME_TIME,
@@ -20,26 +18,23 @@ from optimizer.choose import (
     modelled,
     tabulate,
 )
-from optimizer.contrast import Contrast
 from optimizer.document import Run, Verdict
-from optimizer.execute import Amaxes, WeightCodes
+from optimizer.execute import Amaxes
 from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
-from optimizer.model import LoadedModel
 from optimizer.pareto import pareto_mask
+from optimizer.pieces import Memory, Pieces
 from optimizer.quantize import overflows
 from optimizer.reasons import would_meet
-from optimizer.sensitivity import Candidates, Sensitivities, measure
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import ModelShape, Site, Stack
-from optimizer.tokens import Tokens
-from optimizer.validate import Validation, validate
+from optimizer.validate import Validation, quality, reference_perplexity
+from optimizer.work import Work
 
 Progress = Callable[[str, float, str], None]
 """(phase, fraction of it, detail), called at least each second; raises Cancelled to stop."""
 
 # Phases: load, calibrate, sweep, search, validate, report.
-CONTRAST_TOKENS = 256  # enough to compare components, an eighth of a sweep
 FRONT_CHECKS = 2  # points of the front that are validated beside the chosen stack
 AS_GOOD = 1.05  # a measured loss within 5 % of the 16-bit stack's is the same loss
 CHOSEN = "chosen"
@@ -59,62 +54,54 @@ class _Meter:
         self.phase, self.fraction, self.detail = phase, 0.0, ""
         self.tick()
 
-    def at(self, done: int, planned: int, detail: str = "") -> None:
-        self.fraction, self.detail = done / max(planned, 1), detail
+    def at(self, fraction: float, detail: str = "") -> None:
+        self.fraction, self.detail = fraction, detail
         self.tick()
 
     def tick(self, layer: int = 0) -> None:
         self.progress(self.phase, self.fraction, self.detail)
 
 
-def optimize(spec: OptimizeSpec, progress: Progress) -> dict[str, Any]:
+def optimize(
+    spec: OptimizeSpec, progress: Progress, pieces: Pieces | None = None
+) -> dict[str, Any]:
     """Find the stack that loses least within the targets, and the evidence for it.
 
+    `pieces` keeps what was computed, and may have others compute some of it.
     Raises ModelError, DatasetError, HardwareError or NonFiniteError before the first
     pass where the request cannot be served, and whatever `progress` raises.
     """
     meter = _Meter(progress)
     meter.enter("load")
-    folder = Path(spec.model_path)
-    read = _read(spec, folder, spec.data_distribution, spec.dataset_path)
-    loaded = model.load(folder, spec.model)
-    loaded.on_layer = meter.tick
-    target, basis, cost_of = _target(spec, loaded.shape)
+    work = Work(spec, pieces or Memory(), meter.at, on_layer=meter.tick)
+    read, shape = work.tokens, work.outline.shape
+    target, basis, cost_of = _target(spec, shape)
 
     meter.enter("calibrate")
-    largest = _calibrate(loaded, read, meter)
-    verdicts = allowed(loaded.shape, target, spec, _overflowing(largest))
+    largest = work.amaxes()
+    verdicts = allowed(shape, target, spec, _overflowing(largest))
 
     meter.enter("sweep")
-    weights = WeightCodes(loaded)
     wanted = candidates(verdicts)
-    losses = _sweep(spec, loaded, read, wanted, (largest, weights), meter)
-    contrast = _contrast(spec, folder, loaded, wanted, weights)
+    losses = work.sensitivities(wanted)
+    contrast = work.contrast(wanted)
 
     meter.enter("search")
-    table = tabulate(loaded.shape, verdicts, losses, cost_of)
+    table = tabulate(shape, verdicts, losses, cost_of)
     limit = spec.max_memory_bytes or int(HEADROOM * target.memory_bytes)
-    chooser = Chooser(loaded.shape, table, limit)
+    chooser = Chooser(shape, table, limit)
     plan = _plan(chooser, spec)
 
     meter.enter("validate")
-    validation = validate(
-        loaded,
-        read.validation.sequences,
-        plan.stacks,
-        largest,
-        weights,
-        seed=spec.seed,
-        progress=lambda n, of: meter.at(n, of, "runs"),
-    )
+    validation = _validate(work, plan.stacks)
 
     meter.enter("report")
     label, outcome = choose(plan, chooser, validation)
     return document.build(
         Run(
             spec=spec,
-            model=loaded,
-            checkpoint=inspect(folder),
+            model=work.outline,
+            checkpoint=inspect(work.folder),
             tokens=read,
             device=target,
             basis=basis,
@@ -128,14 +115,16 @@ def optimize(spec: OptimizeSpec, progress: Progress) -> dict[str, Any]:
     )
 
 
-def _read(spec: OptimizeSpec, folder: Path, name: str, path: str | None) -> Tokens:
-    return tokens.read(
-        folder,
-        name,
-        Path(path) if path else None,
-        calibration_tokens=spec.calibration_tokens,
-        validation_tokens=spec.validation_tokens,
-        sequence_tokens=spec.sequence_tokens,
+def _validate(work: Work, stacks: Mapping[str, Stack]) -> Validation:
+    nll = work.reference_nll()
+    found = work.validated(list(stacks.values()))
+    return Validation(
+        tokens=work.tokens.validation.tokens,
+        reference_perplexity=reference_perplexity(nll),
+        stacks={
+            label: quality(values, work.spec.seed)
+            for label, values in zip(stacks, found, strict=True)
+        },
     )
 
 
@@ -148,33 +137,6 @@ def _target(spec: OptimizeSpec, shape: ModelShape) -> tuple[Device, str, CostOf]
     return target, "measured", local.measured(shape, target, spec.workload)
 
 
-def _calibrate(loaded: LoadedModel, read: Tokens, meter: _Meter) -> Amaxes:
-    stats = calibrate(
-        loaded,
-        read.calibration.sequences,
-        lambda n, of: meter.at(n, of, "layers"),
-    )
-    return amaxes(stats)
-
-
-def _sweep(
-    spec: OptimizeSpec,
-    loaded: LoadedModel,
-    read: Tokens,
-    wanted: Candidates,
-    rounding: tuple[Amaxes, WeightCodes],
-    meter: _Meter,
-) -> Sensitivities:
-    return measure(
-        loaded,
-        read.calibration.sequences,
-        wanted,
-        *rounding,
-        seed=spec.seed,
-        progress=lambda n, of: meter.at(n, of + of // 8, "layers"),  # the contrast
-    )
-
-
 def _overflowing(largest: Amaxes) -> dict[Site, float]:
     """Return the amax of the sites with values beyond fp16's range."""
     found: dict[Site, float] = {}
@@ -182,24 +144,6 @@ def _overflowing(largest: Amaxes) -> dict[Site, float]:
         if overflows(amax, FP16):
             found[site] = max(float(amax.max()), found.get(site, 0.0))
     return found
-
-
-def _contrast(
-    spec: OptimizeSpec,
-    folder: Path,
-    loaded: LoadedModel,
-    wanted: Candidates,
-    weights: WeightCodes,
-) -> Contrast:
-    """Sweep a little of another distribution: does the caller's data matter?"""
-    other = "chat" if spec.data_distribution == "code" else "code"
-    small = replace(
-        spec, calibration_tokens=CONTRAST_TOKENS, validation_tokens=CONTRAST_TOKENS
-    )
-    sequences = _read(small, folder, other, None).calibration.sequences
-    largest = amaxes(calibrate(loaded, sequences))
-    losses = measure(loaded, sequences, wanted, largest, weights, seed=spec.seed)
-    return Contrast(other, sum(ids.numel() for ids in sequences), losses)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,41 @@ class Sums:
         self.tokens.update(other.tokens)
         for key, rounding in other.roundings.items():
             self.at(key).merge(rounding)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON; floats survive it exactly."""
+        return {
+            "tokens": {str(n): count for n, count in self.tokens.items()},
+            "roundings": {
+                _name(key): {
+                    **asdict(r),
+                    "kl": {str(n): kl for n, kl in sorted(r.kl.items())},
+                }
+                for key, r in self.roundings.items()
+            },
+        }
+
+    @classmethod
+    def from_json(
+        cls, data: Mapping[str, Any], wanted: Mapping[Place, tuple[Precision, ...]]
+    ) -> "Sums":
+        """Inverse of `to_json`; `wanted` has every rounding that may be in it."""
+        keys = {
+            _name((site, role, precision)): (site, role, precision)
+            for (site, role), some in wanted.items()
+            for precision in some
+        }
+        tokens = {int(n): count for n, count in data["tokens"].items()}
+        found = {
+            keys[name]: Rounding(**{**r, "kl": {int(n): k for n, k in r["kl"].items()}})
+            for name, r in data["roundings"].items()
+        }
+        return cls(tokens, found)
+
+
+def _name(key: tuple[Site, Role, Precision]) -> str:
+    site, role, precision = key
+    return f"{site} {role} {precision}"
 
 
 def wanted_roundings(candidates: Candidates) -> dict[Place, tuple[Precision, ...]]:

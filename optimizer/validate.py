@@ -1,13 +1,12 @@
 """Whole stacks, end to end, on held-out data: KL, perplexity, top-1 agreement.
 
-Every stack sees the same tokens as the reference, sequence by sequence, so that
-only one sequence's logits are in memory. Intervals are block bootstraps: tokens
+Every stack sees the same tokens as the reference, whose logits are kept. Intervals are block bootstraps: tokens
 near each other are not independent.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,10 +23,12 @@ from optimizer.metrics import (
 )
 from optimizer.model import LoadedModel
 from optimizer.stack import Stack
+from optimizer.walk import Activations, Told, silent, walk
 
 BOOTSTRAP_SAMPLES = 1000
 BLOCK_TOKENS = 32
 CONFIDENCE = 0.95
+LOGIT_BYTES = 512 << 20  # of the reference, in memory; what is more lies in a file
 
 Values = NDArray[np.float64]
 
@@ -61,16 +62,83 @@ class Validation:
     stacks: Mapping[str, Quality]
 
 
-@dataclass(slots=True)
-class _Tokens:
-    """Per-token values of one stack, in the order of the tokens."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenValues:
+    """What a stack does to every token, in the order of the tokens."""
 
-    kl: list[Values] = field(default_factory=list)
-    nll: list[Values] = field(default_factory=list)
-    agree: list[Values] = field(default_factory=list)
+    kl: Values  # nats
+    nll: Values  # nats, of each next token: one less for each sequence
+    agree: Values  # 1 where the most likely token is the reference's
 
 
-@torch.no_grad()
+@dataclass(slots=True, eq=False)
+class Truth:
+    """The reference's logits on the held-out sequences of ids (1, tokens)."""
+
+    sequences: Sequence[Tensor]
+    logits: Activations  # by (0, sequence)
+    nll: Values
+
+    @classmethod
+    def of(
+        cls, model: LoadedModel, sequences: Sequence[Tensor], progress: Told = silent
+    ) -> "Truth":
+        """Run the reference once."""
+        kept = Activations(LOGIT_BYTES)
+        nll: list[Values] = []
+
+        def after(stage: int, index: int, out: Tensor) -> None:
+            if stage == model.stages - 1:
+                kept.put((0, index), out[0])
+                nll.append(_nll(out[0], sequences[index]))
+
+        _run(model, sequences, Reference(), after, progress)
+        return cls(sequences, kept, np.concatenate(nll))
+
+
+def run_stack(
+    model: LoadedModel,
+    truth: Truth,
+    stack: Stack,
+    amaxes: Amaxes,
+    weights: WeightCodes,
+    progress: Told = silent,
+) -> TokenValues:
+    """Run a stack over the held-out sequences."""
+    kl: list[Values] = []
+    nll: list[Values] = []
+    agree: list[Values] = []
+
+    def after(stage: int, index: int, out: Tensor) -> None:
+        if stage == model.stages - 1:
+            reference, logits = truth.logits.get((0, index)), out[0]
+            kl.append(logits_kl_nats(reference, logits).double().numpy())
+            nll.append(_nll(logits, truth.sequences[index]))
+            agree.append(top1_agrees(reference, logits).double().numpy())
+
+    _run(model, truth.sequences, Stacked(stack, amaxes, weights), after, progress)
+    return TokenValues(*(np.concatenate(v) for v in (kl, nll, agree)))
+
+
+def _run(
+    model: LoadedModel,
+    sequences: Sequence[Tensor],
+    executor: Reference,
+    after: Callable[[int, int, Tensor], None],
+    progress: Told,
+) -> None:
+    kept = Activations()
+    walk(
+        model,
+        sequences,
+        executor,
+        kept=kept,
+        after=after,
+        keep_all=False,
+        progress=progress,
+    )
+
+
 def validate(
     model: LoadedModel,
     sequences: Sequence[Tensor],
@@ -79,48 +147,41 @@ def validate(
     weights: WeightCodes,
     *,
     seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, planned: None,
+    progress: Told = silent,
 ) -> Validation:
     """Run every stack over `sequences` of ids (1, tokens)."""
-    executors = {k: Stacked(s, amaxes, weights) for k, s in stacks.items()}
-    seen = {name: _Tokens() for name in stacks}
-    reference_nll: list[Tensor] = []
-    planned = len(sequences) * (len(stacks) + 1)
-    done = 0
-    for ids in sequences:
-        reference = model.forward(ids, Reference())[0]  # (tokens, vocab)
-        p = reference.softmax(dim=-1)
-        reference_nll.append(_nll(reference, ids))
-        progress(done := done + 1, planned)
-        for name, executor in executors.items():
-            logits = model.forward(ids, executor)[0]
-            _add(seen[name], (reference, p), logits, ids)
-            progress(done := done + 1, planned)
-    scored = torch.cat(reference_nll)
+    planned = len(stacks) + 1
+    progress(0, planned)
+    truth = Truth.of(model, sequences)
+    found = {}
+    for done, (name, stack) in enumerate(stacks.items()):
+        progress(done + 1, planned)
+        values = run_stack(model, truth, stack, amaxes, weights)
+        found[name] = quality(values, seed)
+    progress(planned, planned)
     return Validation(
         tokens=sum(ids.numel() for ids in sequences),
-        reference_perplexity=perplexity(scored, torch.ones_like(scored).bool()),
-        stacks={name: _quality(tokens, seed) for name, tokens in seen.items()},
+        reference_perplexity=reference_perplexity(truth.nll),
+        stacks=found,
     )
 
 
-def _nll(logits: Tensor, ids: Tensor) -> Tensor:
+def _nll(logits: Tensor, ids: Tensor) -> Values:
     """Negative log-likelihood of each next token: T tokens make T - 1 predictions."""
-    return token_nll(logits[None], ids)[0]
+    values: Values = token_nll(logits[None], ids)[0].double().numpy()
+    return values
 
 
-def _add(
-    tokens: _Tokens, truth: tuple[Tensor, Tensor], logits: Tensor, ids: Tensor
-) -> None:
-    reference, p = truth
-    tokens.kl.append(logits_kl_nats(reference, logits, p).double().numpy())
-    tokens.nll.append(_nll(logits, ids).double().numpy())
-    tokens.agree.append(top1_agrees(reference, logits).double().numpy())
+def reference_perplexity(nll: Values) -> float:
+    """Return the perplexity of predictions that all count: there is no padding."""
+    every = torch.from_numpy(nll)
+    return perplexity(every, torch.ones_like(every).bool())
 
 
-def _quality(tokens: _Tokens, seed: int) -> Quality:
-    kl, nll, agree = (np.concatenate(v) for v in (tokens.kl, tokens.nll, tokens.agree))
-    log_perplexity = _interval(nll, seed)
+def quality(values: TokenValues, seed: int) -> Quality:
+    """Return the figures of a stack with their intervals."""
+    kl = values.kl
+    log_perplexity = _interval(values.nll, seed)
     return Quality(
         kl_nats=_interval(kl, seed),
         perplexity=Interval(
@@ -128,7 +189,7 @@ def _quality(tokens: _Tokens, seed: int) -> Quality:
             math.exp(log_perplexity.low),
             math.exp(log_perplexity.high),
         ),
-        top1_agreement=_interval(agree, seed),
+        top1_agreement=_interval(values.agree, seed),
         worst_token_kl_nats=float(kl.max()),
         p99_token_kl_nats=float(np.quantile(kl, 0.99)),
     )

@@ -1,0 +1,313 @@
+"""The parts of a job, and how each is computed: what every worker of it has.
+
+    calibrate ──▶ sweep ──▶ validate        and beside them the contrast
+
+Each part is a piece (`pieces.py`): its key covers the model, the data and whatever
+else decides the result, and nothing of the hardware or the target. So another job
+on the same model and data finds them done.
+"""
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from torch import Tensor
+
+from optimizer import stream, tokens
+from optimizer.calibrate import amaxes, calibrate, stats_from_json, stats_to_json
+from optimizer.contrast import Contrast
+from optimizer.errors import ModelError
+from optimizer.execute import Amaxes, WeightCodes
+from optimizer.model import LoadedModel, load
+from optimizer.pieces import Piece, Pieces, Result, key_of
+from optimizer.sensitivity import sweep
+from optimizer.spec import SWEPT_FORMATS, OptimizeSpec
+from optimizer.stack import CHOICES, Choice, Site, Stack
+from optimizer.sums import Candidates, Sensitivities, Sums, total, wanted_roundings
+from optimizer.tokens import Tokens
+from optimizer.validate import TokenValues, Truth, run_stack
+from optimizer.walk import Activations, Told, silent
+
+# Raised by whoever changes what the numerics give: kept results of before are void.
+NUMERICS = 1
+PIECE_TOKENS = 1024  # of a part of the calibration data: what is lost with a worker
+CONTRAST_TOKENS = 256  # enough to compare components, an eighth of a sweep
+CORE = "core"  # the choices that every job sweeps
+RESIDENT_SHARE = 0.4  # of the memory at hand: a larger model is streamed
+
+
+@dataclass(eq=False)
+class Work:
+    """One job, and whatever of it is loaded by now."""
+
+    spec: OptimizeSpec
+    pieces: Pieces
+    told: Callable[[float, str], None] = lambda fraction, detail: None
+    memory_bytes: int | None = None  # for the weights; None: a share of what is free
+    on_layer: Callable[[int], None] = lambda layer: None
+    inside: Told = field(init=False, default=silent)  # hears from within a piece
+
+    # What is loaded when it is first needed
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the model lies."""
+        return Path(self.spec.model_path)
+
+    @cached_property
+    def outline(self) -> LoadedModel:
+        """The model without weights: sites and sizes."""
+        return stream.outline(self.folder, self.spec.model)
+
+    @cached_property
+    def model(self) -> LoadedModel:
+        """The model, in memory or streamed from its files."""
+        room = self.memory_bytes
+        if room is None:
+            room = int(RESIDENT_SHARE * psutil.virtual_memory().available)
+        if 4 * self.outline.shape.parameters > room:
+            model = self._streamed()
+        else:
+            model = load(self.folder, self.spec.model)
+        model.on_layer = self.on_layer
+        return model
+
+    def _streamed(self) -> LoadedModel:
+        return stream.stream(self.folder, self.spec.model)
+
+    @cached_property
+    def weights(self) -> WeightCodes:
+        """The rounded matrices, each made once."""
+        return WeightCodes(self.model)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The caller's data as the model reads it."""
+        return self._read(self.spec)
+
+    def _read(self, spec: OptimizeSpec) -> Tokens:
+        return tokens.read(
+            self.folder,
+            spec.data_distribution,
+            Path(spec.dataset_path) if spec.dataset_path else None,
+            calibration_tokens=spec.calibration_tokens,
+            validation_tokens=spec.validation_tokens,
+            sequence_tokens=spec.sequence_tokens,
+        )
+
+    @cached_property
+    def kept(self) -> Activations:
+        """What calibration leaves for the sweep."""
+        return Activations()
+
+    @cached_property
+    def truth(self) -> Truth:
+        """The reference on the held-out data."""
+        return Truth.of(self.model, self.tokens.validation.sequences, self.inside)
+
+    # The parts
+
+    def amaxes(self) -> Amaxes:
+        """Calibrate: return what static scales are made from."""
+        found = self._run([self._piece("calibrate", part) for part in self._parts()])
+        return amaxes(stats_from_json(found))
+
+    def sensitivities(self, wanted: Candidates) -> Sensitivities:
+        """Sweep: return what every wanted choice loses."""
+        families = sorted({family(c) for some in wanted.values() for c in some})
+        found = self._run(
+            [
+                self._piece("sweep", part, name)
+                for name in families
+                for part in self._parts()
+            ]
+        )
+        sums = Sums()
+        swept = self._candidates(families)
+        for result in found:
+            sums.merge(Sums.from_json(result, wanted_roundings(swept)))
+        return total(sums, wanted)
+
+    def contrast(self, wanted: Candidates) -> Contrast:
+        """Sweep a little of another distribution: does the caller's data matter?"""
+        (found,) = self._run([self._piece("contrast", [0], CORE)])
+        swept = self._candidates([CORE])
+        sums = Sums.from_json(found, wanted_roundings(swept))
+        kept = {s: [c for c in some if family(c) == CORE] for s, some in wanted.items()}
+        other = self._contrast_spec().data_distribution
+        return Contrast(other, sum(sums.tokens.values()), total(sums, kept))
+
+    def validated(self, stacks: Sequence[Stack]) -> list[TokenValues]:
+        """Run whole stacks over the held-out data."""
+        pieces = [self._stack_piece(stack) for stack in stacks]
+        return [_values(result) for result in self._run(pieces)]
+
+    def reference_nll(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return the reference's loss on every held-out prediction, in nats."""
+        key = key_of("truth", *self._held_out())
+        (found,) = self._run([Piece("truth", key, {})])
+        return _array(found["nll"])
+
+    def _run(self, pieces: Sequence[Piece]) -> list[Result]:
+        """Have the pieces computed; `told` hears of whole ones and of their insides."""
+        done = 0
+
+        def outside(there: int, planned: int) -> None:
+            nonlocal done
+            done = there
+            self.told(there / max(planned, 1), "parts")
+
+        def inside(step: int, of: int) -> None:
+            self.told((done + step / max(of, 1)) / max(len(pieces), 1), "parts")
+
+        before, self.inside = self.inside, inside
+        try:
+            return self.pieces.run(pieces, self.compute, outside)
+        finally:
+            self.inside = before
+
+    # Keys
+
+    def _parts(self) -> list[list[int]]:
+        """Cut the calibration sequences into runs of up to PIECE_TOKENS tokens."""
+        parts: list[list[int]] = [[]]
+        room = PIECE_TOKENS
+        for number, ids in enumerate(self.tokens.calibration.sequences):
+            if parts[-1] and room < ids.numel():
+                parts.append([])
+                room = PIECE_TOKENS
+            parts[-1].append(number)
+            room -= ids.numel()
+        return parts
+
+    def _base(self) -> list[Any]:
+        return [NUMERICS, self.spec.model_sha256, self.spec.sequence_tokens]
+
+    def _piece(self, kind: str, part: Sequence[int], name: str = "") -> Piece:
+        key = [kind, *self._base(), name]
+        if kind == "contrast":
+            key += [self._contrast_spec().data_distribution, CONTRAST_TOKENS]
+        else:
+            key.append(_digest(self.tokens.calibration.sequences[n] for n in part))
+        if kind == "sweep":  # static scales come from all of the calibration data
+            key.append(_digest(self.tokens.calibration.sequences))
+        if kind != "calibrate":
+            swept = self._candidates([name])
+            key += [
+                self.spec.seed,
+                {str(s): [str(c) for c in some] for s, some in swept.items()},
+            ]
+        return Piece(kind, key_of(*key), {"sequences": list(part), "family": name})
+
+    def _held_out(self) -> list[Any]:
+        return [*self._base(), _digest(self.tokens.validation.sequences)]
+
+    def _stack_piece(self, stack: Stack) -> Piece:
+        choices = {str(s): str(c) for s, c in sorted(stack.choices.items())}
+        calibration = _digest(self.tokens.calibration.sequences)
+        key = key_of("validate", *self._held_out(), calibration, choices)
+        return Piece("validate", key, {"stack": stack.to_json()})
+
+    # Computing one
+
+    def compute(self, piece: Piece) -> Result:
+        """Compute a piece of this job. Raises what the numerics raise."""
+        match piece.kind:
+            case "calibrate":
+                return self._calibrate(piece.payload["sequences"])
+            case "sweep":
+                return self._sweep(**piece.payload)
+            case "contrast":
+                return self._contrast()
+            case "truth":
+                return {"nll": _text(self.truth.nll)}
+            case "validate":
+                return self._validate(Stack.from_json(piece.payload["stack"]))
+        raise ModelError(f"no worker knows how to compute a {piece.kind!r}")
+
+    def _calibrate(self, numbers: Sequence[int]) -> Result:
+        sequences = [self.tokens.calibration.sequences[n] for n in numbers]
+        stats = calibrate(
+            self.model, sequences, self.inside, kept=self.kept, numbers=numbers
+        )
+        return stats_to_json(stats)
+
+    def _sweep(self, sequences: Sequence[int], family: str) -> Result:
+        numbered = {n: self.tokens.calibration.sequences[n] for n in sequences}
+        there = all((1, n) in self.kept for n in sequences)
+        sums = sweep(
+            self.model,
+            numbered,
+            self._candidates([family]),
+            self.amaxes(),
+            self.weights,
+            seed=self.spec.seed,
+            progress=self.inside,
+            kept=self.kept if there else None,
+        )
+        return sums.to_json()
+
+    def _contrast(self) -> Result:
+        sequences = self._read(self._contrast_spec()).calibration.sequences
+        largest = amaxes(calibrate(self.model, sequences))
+        sums = sweep(
+            self.model,
+            dict(enumerate(sequences)),
+            self._candidates([CORE]),
+            largest,
+            self.weights,
+            seed=self.spec.seed,
+            progress=self.inside,
+        )
+        return sums.to_json()
+
+    def _contrast_spec(self) -> OptimizeSpec:
+        other = "chat" if self.spec.data_distribution == "code" else "code"
+        return replace(
+            self.spec,
+            data_distribution=other,
+            dataset_path=None,
+            calibration_tokens=CONTRAST_TOKENS,
+            validation_tokens=CONTRAST_TOKENS,
+        )
+
+    def _validate(self, stack: Stack) -> Result:
+        truth, largest = self.truth, self.amaxes()
+        values = run_stack(self.model, truth, stack, largest, self.weights, self.inside)
+        return {k: _text(getattr(values, k)) for k in ("kl", "nll", "agree")}
+
+    def _candidates(self, families: Sequence[str]) -> dict[Site, list[Choice]]:
+        """Return every choice of some families, whatever the hardware runs of them."""
+        return {
+            site: [c for c in CHOICES[site.component] if family(c) in families]
+            for site in self.outline.sites
+        }
+
+
+def family(choice: Choice) -> str:
+    """Return which choices are swept together with this one, by what it asks for."""
+    operands = [choice.input, *([choice.weight] if choice.weight else [])]
+    formats = {p.format for p in operands} | {choice.output}
+    others = sorted(formats - {*SWEPT_FORMATS})
+    return others[0] if others else CORE
+
+
+def _digest(sequences: Iterable[Tensor]) -> str:
+    return key_of([ids.flatten().tolist() for ids in sequences])
+
+
+def _text(values: np.ndarray[Any, np.dtype[np.float64]]) -> str:
+    return base64.b64encode(values.astype("<f8").tobytes()).decode()
+
+
+def _array(text: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.frombuffer(base64.b64decode(text), "<f8").astype(np.float64)
+
+
+def _values(result: Mapping[str, str]) -> TokenValues:
+    return TokenValues(*(_array(result[k]) for k in ("kl", "nll", "agree")))
