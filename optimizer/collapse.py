@@ -7,8 +7,8 @@ from torch import Tensor
 
 from optimizer.statistics import sampled_rows
 
-COLLAPSE_ROWS = 16  # rows of one place and precision that are looked at
-ROWS_AT_ONCE = COLLAPSE_ROWS // 4  # of one tensor: more than one sequence has a say
+COLLAPSE_ROWS = 4  # of one tensor
+COLLAPSE_SEQUENCES = 4  # the first ones of a sweep, that all workers number alike
 
 
 @dataclass(slots=True)
@@ -50,13 +50,12 @@ class Collapse:
         )
 
     def add(self, x: Tensor, rounded: Tensor) -> None:
-        """Count rows of `x` (..., n) and of what they became, until there are enough."""
-        wanted = min(COLLAPSE_ROWS - self.rows, ROWS_AT_ONCE)
-        if wanted <= 0 or x.numel() == 0:
+        """Count `COLLAPSE_ROWS` rows of `x` (..., n), and of what became of them."""
+        if x.numel() == 0:
             return
-        elements = wanted * x.shape[-1]
-        before = sampled_rows(x.detach(), elements)[:wanted]
-        after = sampled_rows(rounded.detach(), elements)[:wanted]
+        elements = COLLAPSE_ROWS * x.shape[-1]
+        before = sampled_rows(x.detach(), elements)[:COLLAPSE_ROWS]
+        after = sampled_rows(rounded.detach(), elements)[:COLLAPSE_ROWS]
         inputs, same = _runs(before)
         values, together = _runs(after)
         n = before.shape[-1]
@@ -79,7 +78,7 @@ def _runs(rows: Tensor) -> tuple[int, int]:
 def collapsed_share(x: Tensor, codes: Tensor) -> float:
     """Return the share of a row's different inputs that lost a code of their own.
 
-    1 - different codes / different inputs, over up to `ROWS_AT_ONCE` evenly
+    1 - different codes / different inputs, over up to `COLLAPSE_ROWS` evenly
     spaced rows of `x` (..., n): 0 where every input kept a code of its own, near 1
     where all share a few. Example: x [[1, 1.01, 2, 2]], codes [[1, 1, 2, 2]] -> 1/3.
     """

@@ -88,6 +88,20 @@ class Magnitudes:
         noise = float(counts @ _squared_error(scale, fmt))
         return 10 * float(np.log10(signal / noise)) if signal else np.inf
 
+    def state(self) -> dict[str, Any]:
+        """Return everything as JSON: {"bins": {number: count}, "zeros": count}."""
+        filled = np.flatnonzero(self.counts)
+        bins = {str(i): int(self.counts[i]) for i in filled}
+        return {"bins": bins, "zeros": self.zeros}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Magnitudes":
+        """Inverse of `state`."""
+        counts = _no_counts()
+        for i, count in state["bins"].items():
+            counts[int(i)] = count
+        return cls(counts, state["zeros"])
+
     def to_json(self) -> dict[str, Any]:
         """Return {"first": exponent, "counts": one for each power of two, "zeros"}."""
         octaves = self.counts.reshape(-1, PARTS).sum(1)

@@ -5,7 +5,8 @@ position in the sequence, its outlier channels and its sink tokens. All of it is
 fixed size and merges; padding is never seen.
 """
 
-from collections.abc import Callable, Mapping
+import base64
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -14,9 +15,7 @@ import torch
 from torch import Tensor
 
 from optimizer.magnitudes import BINS, LOWEST, PARTS, Magnitudes
-from optimizer.stack import LINEAR, Component, Role, Site
-
-Place = tuple[Site, Role]
+from optimizer.stack import Component, Role, Site
 
 KEPT = 8  # outlier channels and sink tokens of one place
 SAMPLE = 1 << 14  # elements of one tensor that the histogram counts
@@ -198,6 +197,36 @@ class SiteStats:
             both._merge_channels(other.channels)
         return both
 
+    def state(self) -> dict[str, Any]:
+        """Return everything as JSON, exactly: what another process merges."""
+        return {
+            "layout": str(self.layout),
+            "count": self.count,
+            "magnitudes": self.magnitudes.state(),
+            "token_amax": self.token_amax.state(),
+            "positions": self.positions.tolist(),
+            "seen": self.seen.tolist(),
+            "channels": None if self.channels is None else _packed(self.channels),
+            "head_width": self.head_width,
+            "sinks": [list(sink) for sink in self.sinks],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "SiteStats":
+        """Inverse of `state`."""
+        packed = state["channels"]
+        return cls(
+            layout=Layout(state["layout"]),
+            count=state["count"],
+            magnitudes=Magnitudes.from_state(state["magnitudes"]),
+            token_amax=Magnitudes.from_state(state["token_amax"]),
+            positions=torch.tensor(state["positions"]),
+            seen=torch.tensor(state["seen"], dtype=torch.int64),
+            channels=None if packed is None else _unpacked(packed),
+            head_width=state["head_width"],
+            sinks=tuple(Sink(*sink) for sink in state["sinks"]),
+        )
+
     def outlier_channels(self) -> list[tuple[int, float, float]]:
         """Return (channel, amax, times the median channel), largest first, `KEPT`."""
         if self.channels is None:
@@ -278,6 +307,16 @@ def _token_json(
     }
 
 
+def _packed(x: Tensor) -> str:
+    """Return float32 values as text, a third longer than their bytes."""
+    return base64.b64encode(x.numpy().astype("<f4").tobytes()).decode("ascii")
+
+
+def _unpacked(text: str) -> Tensor:
+    data = bytearray(base64.b64decode(text))
+    return torch.frombuffer(data, dtype=torch.float32) if data else torch.empty(0)
+
+
 def _short(value: float) -> float:
     """Six digits: what a document needs, in a third of the bytes."""
     return float(f"{value:.6g}")
@@ -312,83 +351,3 @@ def _count(x: Tensor, keep: Tensor | None) -> int:
 def _token_amax(a: Tensor, layout: Layout) -> Tensor:
     largest = a.amax(-1) if a.shape[-1] else a.sum(-1)
     return largest if layout is Layout.ROWS else largest.amax(1)
-
-
-class Statistics:
-    """The statistics of every place of a model that may get a scale."""
-
-    def __init__(self) -> None:
-        self.places: dict[Place, SiteStats] = {}
-        self.ids: Tensor | None = None  # of the sequence that runs: (batch, tokens)
-
-    def see(
-        self, site: Site, role: Role, x: Tensor, keep: Tensor | None = None
-    ) -> None:
-        """Add a tensor; `keep` is (batch, tokens), False where a token is padding."""
-        if not watched(site, role):
-            return
-        place = (site, role)
-        if place not in self.places:
-            self.places[place] = SiteStats(layout_of(site, role))
-        stats, ids = self.places[place], self.ids
-        by_position = x.ndim >= 3
-        stats.add(x, keep if by_position else None, ids if by_position else None)
-
-    def merge(self, other: "Statistics") -> "Statistics":
-        """Return the statistics of both streams together, in either order."""
-        both = Statistics()
-        both.places = dict(self.places)
-        for place, stats in other.places.items():
-            mine = both.places.get(place)
-            both.places[place] = stats if mine is None else mine.merge(stats)
-        return both
-
-    def of(self, site: Site) -> dict[Role, SiteStats]:
-        """Return the statistics of a site's places, also where another has seen them."""
-        found = {r: s for (at, r), s in self.places.items() if at == site}
-        for (component, role), (source, its_role) in SAME.items():
-            same = self.places.get((Site(site.layer, source), its_role))
-            if component == site.component and same is not None:
-                found[role] = same
-        return found
-
-
-_IN, _W, _OUT = Role.INPUT, Role.WEIGHT, Role.OUTPUT
-# Not watched: outputs of matrices, which keep 16 bits, and what another place has seen.
-WATCHED: Mapping[Component, tuple[Role, ...]] = {
-    **dict.fromkeys(LINEAR, (_IN,)),
-    Component.EMBEDDINGS: (_OUT,),
-    Component.ATTN_SCORES: (_IN, _W),
-    Component.ATTN_SOFTMAX: (_IN, _OUT),
-    Component.ATTN_VALUES: (_W,),
-    Component.FFN_ACT: (_IN, _OUT),
-    Component.NORMS: (_IN,),
-    Component.ROUTER: (_IN,),
-}
-SAME: Mapping[tuple[str, Role], tuple[Component, Role]] = {
-    ("attn_values", _IN): (Component.ATTN_SOFTMAX, _OUT),  # P
-    ("kv_cache", _IN): (Component.ATTN_SCORES, _W),  # K
-    ("kv_cache", _W): (Component.ATTN_VALUES, _W),  # V
-}
-
-
-def watched(site: Site, role: Role) -> bool:
-    """Whether statistics of a place are kept."""
-    return role in WATCHED.get(site.component, ())
-
-
-def to_json(
-    statistics: Statistics, text_of: Callable[[int], str] | None = None
-) -> list[dict[str, Any]]:
-    """Return every place, in the order of the sites."""
-    rows: Mapping[Place, SiteStats] = statistics.places
-    return [
-        {
-            "site": str(site),
-            "component": str(site.component),
-            "layer": site.layer if site.layer >= 0 else None,
-            "role": str(role),
-            **rows[site, role].to_json(text_of),
-        }
-        for site, role in sorted(rows)
-    ]
