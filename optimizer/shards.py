@@ -40,9 +40,12 @@ class Shards:
         return cls(inspect(folder))
 
     def names(self) -> tuple[str, ...]:
-        """Return the weights by name, as the files spell it; scales are not among them."""
+        """Return the weights by name, as the files spell it.
+
+        Scales are not among them, nor are integers: masks and positions of old files.
+        """
         found = self.checkpoint.tensors.keys() - self.checkpoint.beside
-        return tuple(sorted(found))
+        return tuple(sorted(name for name in found if self._is_float(name)))
 
     def get(self, name: str) -> Tensor:
         """Return a weight: float32, contiguous, memory of its own.
@@ -58,12 +61,16 @@ class Shards:
         check_finite(values, f"tensor {name} of {stored.file}")
         return values
 
+    def _is_float(self, name: str) -> bool:
+        dtype = self.checkpoint.tensors[name].dtype
+        return dtype in FLOATS or dtype in CODE_FORMATS
+
     def _read(self, name: str) -> Tensor:
         """Return the values that are stored, of codes without their scale."""
         stored = self.checkpoint.tensors.get(name)
         if stored is None:
             raise ModelError(f"no tensor {name} in {self.checkpoint.folder.name}")
-        if stored.dtype not in FLOATS and stored.dtype not in CODE_FORMATS:
+        if not self._is_float(name):
             raise ModelError(
                 f"tensor {name} of {stored.file} is {stored.dtype}, not a float"
             )

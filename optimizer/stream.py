@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from optimizer.checkpoint import inspect
-from optimizer.errors import ModelError
-from optimizer.model import SAVE_AGAIN, LoadedModel, instrument
+from optimizer.construct import class_of, models_error, plain_config
+from optimizer.model import LoadedModel, instrument
 from optimizer.shards import Shards
+from optimizer.stored import Source, read, sources
 
 META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """A parameter of the network, and the tensor of the files that fills it."""
+    """A parameter of the network, and the tensors of the files that fill it."""
 
     module: nn.Module
     attribute: str
-    stored: str
+    source: Source
     empty: nn.Parameter  # on the meta device, shared where weights are tied
 
 
@@ -72,14 +72,9 @@ class Streamed:
 
 
 def fill(place: Place, shards: Shards) -> None:
-    """Put the weight of the files in its place. Raises ModelError for another shape."""
-    values = shards.get(place.stored)
-    if values.shape != place.empty.shape:
-        raise ModelError(
-            f"{place.stored} has the shape {tuple(values.shape)}, and config.json "
-            f"makes it {tuple(place.empty.shape)}"
-        )
-    setattr(place.module, place.attribute, nn.Parameter(values, requires_grad=False))
+    """Put the weight of the files in its place. Raises NonFiniteError naming it."""
+    values = nn.Parameter(read(shards, place.source), requires_grad=False)
+    setattr(place.module, place.attribute, values)
 
 
 def without_weights(cls: Any, config: Any) -> nn.Module:
@@ -105,8 +100,7 @@ def places(
 ) -> tuple[list[list[Place]], list[Place]]:
     """Return the parameters of every stage, and those that always stay.
 
-    Raises ModelError where the files have no such tensor: they are laid out in
-    another way than the network, or incomplete.
+    Raises ModelError where the files do not hold exactly those.
     """
     stage_of = {
         id(module): index + 1
@@ -115,11 +109,11 @@ def places(
     }
     stages: list[list[Place]] = [[] for _ in range(len(layers) + 2)]
     staying: list[Place] = []
-    names = _Names(network, shards)
+    stored = sources(network, shards)
     for path, module in network.named_modules():
         for attribute, empty in module.named_parameters(recurse=False):
             name = f"{path}.{attribute}" if path else attribute
-            place = Place(module, attribute, names.stored(name), empty)
+            place = Place(module, attribute, stored[name], empty)
             if id(module) in stage_of:
                 stages[stage_of[id(module)]].append(place)
             elif isinstance(module, nn.Embedding):
@@ -128,38 +122,7 @@ def places(
                 stages[-1].append(place)
             else:
                 staying.append(place)
-    names.refuse_unread()
     return stages, staying
-
-
-class _Names:
-    """Finds the name that the files have for a parameter."""
-
-    def __init__(self, network: Any, shards: Shards) -> None:
-        self._stored = set(shards.names())
-        self._read: set[str] = set()
-        self._prefix = f"{network.base_model_prefix}."
-        self._tied: dict[str, str] = dict(network.all_tied_weights_keys)
-        ignored = network._keys_to_ignore_on_load_unexpected or ()
-        self._ignored = tuple(ignored)
-
-    def stored(self, name: str) -> str:
-        """Return what the files call it. Raises ModelError where they have nothing."""
-        for known in (name, self._tied.get(name, name)):
-            for spelled in (known, known.removeprefix(self._prefix)):
-                if spelled in self._stored:
-                    self._read.add(spelled)
-                    return spelled
-        raise ModelError(f"no tensor {name} in the files of the model")
-
-    def refuse_unread(self) -> None:
-        """Raise ModelError for a tensor that nothing in the network takes."""
-        left = sorted(self._stored - self._read)
-        left = [n for n in left if not n.endswith((".inv_freq", ".masked_bias"))]
-        if left:
-            raise ModelError(
-                f"{len(left)} tensors that the network has no place for: {left[0]}"
-            )
 
 
 def outline(folder: Path, name: str = "") -> LoadedModel:
@@ -169,20 +132,11 @@ def outline(folder: Path, name: str = "") -> LoadedModel:
     that it cannot be built from.
     """
     checkpoint = inspect(folder)
-    cls = getattr(transformers, checkpoint.architecture)  # of the allow-list
-    plain = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
-    try:
-        config = cls.config_class.from_dict(plain)
+    cls = class_of(checkpoint)
+    with models_error(checkpoint):
+        config = cls.config_class.from_dict(plain_config(checkpoint))
         config._attn_implementation = "eager"  # until the sites are routed
         network = without_weights(cls, config)
-    except (MemoryError, RuntimeError):  # this machine's, not the model's
-        raise
-    except Exception as error:  # whatever a config makes transformers raise
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(
-            f"{checkpoint.architecture} cannot be built from config.json: {why}. "
-            f"{SAVE_AGAIN}"
-        ) from error
     return instrument(
         network, checkpoint.architecture, name or folder.name, checkpoint.stored_bytes
     )
