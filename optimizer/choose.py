@@ -230,7 +230,7 @@ class Chooser:
         found = search.front(
             self._options(), points=FRONT_POINTS, max_bytes=self.max_bytes
         )
-        return [self._stack(picked) for picked in found]
+        return [self._stack(picked) for picked in found.picks]
 
     def least_loss(self, sla: LatencySla, max_bytes: int) -> Stack | None:
         """Return the stack that loses least within the targets; None: nothing meets them.

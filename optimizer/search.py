@@ -1,159 +1,66 @@
 """From the options of every site to the stacks that nothing beats, exactly.
 
-Loss, seconds and bytes add up over sites, so the best stack under limits is a
-multiple-choice knapsack: one option from each group, limits on sums. HiGHS solves
-it by branch and bound, to 1e-8 of the spread between the best and the worst sum;
-limits are checked again afterwards, on exactly rounded sums.
+The best stack under limits is a multiple-choice knapsack: one option from each group,
+limits on sums. A small one is solved exactly; of a large one the answer is within a
+stated distance of a proven bound (`dual`). The front is the least loss as a function
+of two limits, seconds per token and bytes, which falls where either grows: it is
+bisected where it may still hide most.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
+from optimizer.dual import EPSILON, SMALL, Found, Solver
+from optimizer.knapsack import (
+    AXES,
+    SLACK,
+    Axis,
+    Edge,
+    Edges,
+    Groups,
+    Limits,
+    Option,
+    Picks,
+    problem,
+    totals,
+)
 from optimizer.pareto import pareto_mask
-from optimizer.stack import Choice
 
-Axis = Literal["kl_nats", "per_token_s", "first_token_s", "bytes"]
-AXES: tuple[Axis, ...] = ("kl_nats", "per_token_s", "first_token_s", "bytes")
-Picks = tuple[int, ...]  # an index into each group
+__all__ = [
+    "AXES",
+    "Axis",
+    "Edge",
+    "Edges",
+    "Front",
+    "Groups",
+    "Option",
+    "Picks",
+    "front",
+    "nearest",
+    "solve",
+    "totals",
+]
 
-# HiGHS stops at absolute gaps of 1e-6, so the objective's sums are stretched over a
-# million. Rows may exceed their limit by 1e-6: theirs are stretched less, since HiGHS
-# repairs (and announces on stdout) what a variable of 0.999999 does to a steep row.
-_OBJECTIVE_SPREAD = 1e6
-_LIMIT_SPREAD = 1e2
-_TIE_WEIGHT = 1e-8  # of the other axes, so that among equals the answer is the best
-_SLACK = 1e-12  # relative: what adding in another order may change in a sum
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What one choice costs at one site; sites decided together are one option."""
-
-    choice: Choice | tuple[Choice, ...]
-    kl_nats: float
-    per_token_s: float
-    first_token_s: float
-    bytes: int
-
-
-Groups = Sequence[Sequence[Option]]
-_Limits = dict[Axis, float]
-
-
-def totals(groups: Groups, picks: Picks) -> dict[Axis, float]:
-    """Return the sums of the picked options, exactly rounded."""
-    chosen = [group[i] for group, i in zip(groups, picks, strict=True)]
-    return {
-        "kl_nats": math.fsum(o.kl_nats for o in chosen),
-        "per_token_s": math.fsum(o.per_token_s for o in chosen),
-        "first_token_s": math.fsum(o.first_token_s for o in chosen),
-        "bytes": float(sum(o.bytes for o in chosen)),
-    }
-
-
-def _undominated(group: Sequence[Option], axes: Sequence[Axis]) -> list[int]:
-    """Indices of the options that some stack may need, the first of equal ones."""
-    points = np.array([[getattr(o, axis) for axis in axes] for o in group], float)
-    _, first = np.unique(points, axis=0, return_index=True)
-    first.sort()
-    return [int(i) for i in first[pareto_mask(points[first])]]
+SOLVES = 4  # at most so many questions for each point of the front
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
-    """The knapsack over what pruning left: one variable for every option."""
+class Front:
+    """Stacks that none beats, fastest first, each with what is proven about it.
 
-    groups: Groups
-    group: NDArray[np.intp]  # (variables,): whose option it is
-    index: NDArray[np.intp]  # (variables,): where it stands in its group
-    columns: dict[Axis, NDArray[np.float64]]  # (variables,) above the group's least
-    least: _Limits  # sums that no stack goes below
+    No stack that is as fast and as small loses less than kl · (1 - gap).
+    """
 
-    def scaled(self, axis: Axis, spread: float) -> NDArray[np.float64]:
-        return self.columns[axis] * self.factor(axis, spread)
+    picks: tuple[Picks, ...]
+    gaps: tuple[float, ...]
 
-    def factor(self, axis: Axis, spread: float) -> float:
-        """Stretch the sums of an axis from 0..(worst - least) to 0..spread."""
-        starts = np.flatnonzero(np.diff(self.group, prepend=-1))
-        worst = float(np.maximum.reduceat(self.columns[axis], starts).sum())
-        return spread / worst if worst > 0 else 0.0
-
-    def meets(self, picks: Picks, limits: _Limits) -> bool:
-        reached = totals(self.groups, picks)
-        return all(
-            reached[axis] <= limit + _SLACK * abs(limit)
-            for axis, limit in limits.items()
-        )
-
-    def picks(self, chosen: NDArray[np.bool_]) -> Picks:
-        return tuple(int(i) for i in self.index[chosen])
-
-
-def _problem(groups: Groups, axes: Sequence[Axis]) -> _Problem:
-    for position, options in enumerate(groups):
-        if not options:
-            raise ValueError(f"group {position} has no options")
-    kept = [_undominated(group, axes) for group in groups]
-    group = np.repeat(np.arange(len(groups)), [len(k) for k in kept])
-    index = np.concatenate(kept).astype(np.intp)
-    columns: dict[Axis, NDArray[np.float64]] = {}
-    least: _Limits = {}
-    for axis in axes:
-        values = [[getattr(groups[g][i], axis) for i in k] for g, k in enumerate(kept)]
-        least[axis] = math.fsum(min(v) for v in values)
-        columns[axis] = np.concatenate([np.subtract(v, min(v)) for v in values])
-    return _Problem(groups, group, index, columns, least)
-
-
-def _rows(problem: _Problem, limits: _Limits) -> list[LinearConstraint]:
-    """One option from each group, and every limit on a sum."""
-    variables = np.arange(len(problem.group))
-    one_each = csr_array((np.ones(len(variables)), (problem.group, variables)))
-    rows = [LinearConstraint(one_each, 1, 1)]
-    for axis, limit in limits.items():
-        room = limit - problem.least[axis]
-        # An axis without spread keeps its sign: its room alone decides.
-        stretch = problem.factor(axis, _LIMIT_SPREAD) or 1.0
-        row = problem.columns[axis][None, :] * stretch
-        rows.append(LinearConstraint(row, -np.inf, room * stretch))
-    return rows
-
-
-def _cut(problem: _Problem, picks: Picks) -> LinearConstraint:
-    """Everything but `picks`."""
-    same = problem.index == np.asarray(picks)[problem.group]
-    return LinearConstraint(same[None, :].astype(float), -np.inf, len(picks) - 1)
-
-
-def _minimize(problem: _Problem, objective: Axis, limits: _Limits) -> Picks | None:
-    """Return the best stack within `limits`; None: there is none."""
-    cost = problem.scaled(objective, _OBJECTIVE_SPREAD)
-    for axis in AXES:  # in this order, so that the sum is the same every time
-        if axis in problem.columns and axis != objective:
-            cost = cost + problem.scaled(axis, _OBJECTIVE_SPREAD * _TIE_WEIGHT)
-    rows = _rows(problem, limits)
-    while True:
-        answer = milp(
-            cost,
-            integrality=np.ones(len(cost), dtype=int),
-            bounds=Bounds(0, 1),
-            constraints=rows,
-            options={"mip_rel_gap": 0},
-        )
-        if answer.x is None:
-            return None
-        picks = problem.picks(answer.x > 0.5)
-        if problem.meets(picks, limits):
-            return picks
-        rows.append(_cut(problem, picks))  # it broke a limit by less than HiGHS sees
+    @property
+    def epsilon(self) -> float:
+        """The largest gap."""
+        return max(self.gaps, default=0.0)
 
 
 def _limits(
@@ -161,7 +68,7 @@ def _limits(
     max_first_token_s: float | None,
     max_bytes: float | None,
     max_kl_nats: float | None = None,
-) -> _Limits:
+) -> Limits:
     given: dict[Axis, float | None] = {
         "per_token_s": max_per_token_s,
         "first_token_s": max_first_token_s,
@@ -179,125 +86,210 @@ def _axes(*more: Axis) -> list[Axis]:
 def solve(
     groups: Groups,
     *,
+    edges: Edges = (),
     max_per_token_s: float | None = None,
     max_first_token_s: float | None = None,
     max_bytes: float | None = None,
     max_kl_nats: float | None = None,
     objective: Axis = "kl_nats",
+    small: int = SMALL,
 ) -> Picks | None:
     """Return the stack with the least `objective` within the limits; None: none fits.
 
     One index into each group; among stacks with an equal objective, the one that is
-    best on the other axes. Raises ValueError for a group without options.
+    best on the other axes. Exact up to `small` options beside one per group, within
+    `EPSILON` beyond. Raises ValueError for a group without options.
     """
     limits = _limits(max_per_token_s, max_first_token_s, max_bytes, max_kl_nats)
-    return _minimize(_problem(groups, _axes(objective, *limits)), objective, limits)
+    solver = Solver(problem(groups, _axes(objective, *limits), edges), small=small)
+    found = solver.minimize(objective, limits)
+    return None if found is None else solver.problem.picks(found.places)
 
 
-def _end(problem: _Problem, axis: Axis, limits: _Limits) -> Picks | None:
+def _end(solver: Solver, axis: Axis, limits: Limits) -> Found | None:
     """Return the end of the front with the least `axis`, at its least loss."""
-    end = _minimize(problem, axis, limits)
+    end = solver.minimize(axis, limits)
     if end is None or axis == "kl_nats":
         return end
-    reached = totals(problem.groups, end)[axis]
-    return _minimize(problem, "kl_nats", {**limits, axis: reached})
+    reached = solver.problem.totals(end.places)[axis]
+    return solver.minimize("kl_nats", {**limits, axis: reached}) or end
 
 
 def nearest(
-    groups: Groups, *, max_bytes: float | None = None, objective: Axis = "per_token_s"
+    groups: Groups,
+    *,
+    edges: Edges = (),
+    max_bytes: float | None = None,
+    objective: Axis = "per_token_s",
 ) -> Picks:
     """Return what comes nearest to an SLA that nothing meets.
 
     The least `objective` within `max_bytes`, at its least loss; the smallest stack
     where nothing is small enough.
     """
-    problem = _problem(groups, _axes(objective))
-    found = _end(problem, objective, _limits(None, None, max_bytes))
-    smallest = found or _end(problem, "bytes", {})
+    solver = Solver(problem(groups, _axes(objective), edges))
+    found = _end(solver, objective, _limits(None, None, max_bytes))
+    smallest = found or _end(solver, "bytes", {})
     assert smallest is not None  # without a limit there is always an answer
-    return smallest
+    return solver.problem.picks(smallest.places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """An answer, with its sums."""
+
+    found: Found
+    per_token_s: float
+    kl_nats: float
+    bytes: float
+
+    def within(self, level: "_Level") -> bool:
+        return all(
+            mine <= limit + SLACK * abs(limit)
+            for mine, limit in zip((self.per_token_s, self.bytes), level, strict=True)
+        )
+
+
+_Level = tuple[float, float]  # seconds per token, bytes
+
+
+@dataclass(slots=True)
+class _Levels:
+    """The least loss within every pair of limits that was asked for."""
+
+    solver: Solver
+    limits: Limits  # on everything else
+    answers: dict[_Level, _Point | None] = field(default_factory=dict)
+    solves: int = 0
+
+    def point(self, found: Found) -> _Point:
+        reached = self.solver.problem.totals(found.places)
+        return _Point(
+            found, reached["per_token_s"], reached["kl_nats"], reached["bytes"]
+        )
+
+    def at(self, level: _Level) -> _Point | None:
+        """Return the least loss within a level; None: nothing is within it."""
+        if level not in self.answers:
+            self.answers[level] = self._known(level) or self._solve(level)
+        return self.answers[level]
+
+    def _known(self, level: _Level) -> _Point | None:
+        """The answer to a wider question that happens to be within this one."""
+        for wider, point in self.answers.items():
+            wide = wider[0] >= level[0] and wider[1] >= level[1]
+            if wide and point and point.within(level):
+                return point
+        return None
+
+    def _solve(self, level: _Level) -> _Point | None:
+        for wider, point in self.answers.items():
+            if point is None and wider[0] >= level[0] and wider[1] >= level[1]:
+                return None
+        self.solves += 1
+        mine: Limits = {"per_token_s": level[0], "bytes": level[1]}
+        for axis, limit in self.limits.items():
+            mine[axis] = min(limit, mine.get(axis, limit))
+        found = self.solver.minimize("kl_nats", mine)
+        return None if found is None else self.point(found)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Gap:
-    """A rectangle between two neighbors where the front may still go anywhere."""
+class _Box:
+    """Levels between two corners, and how much the front may still hide there."""
 
-    area: float = field(init=False)  # negative: the largest comes first
-    left: float
-    top: float
-    right: float
-    bottom: float
+    hidden: float = field(init=False)  # negative: the largest comes first
+    low: _Level
+    high: _Level
+    rise: float  # of the loss from the high corner to the low one
 
     def __post_init__(self) -> None:
-        area = (self.left - self.right) * (self.top - self.bottom)
-        object.__setattr__(self, "area", area)
+        area = (self.high[0] - self.low[0]) * (self.high[1] - self.low[1])
+        object.__setattr__(self, "hidden", -area * self.rise)
 
 
-def _between(
-    problem: _Problem,
-    axis: Axis,
-    ends: tuple[Picks, Picks],
-    count: int,
-    limits: _Limits,
-) -> list[Picks]:
-    """Solve for the least loss at `count` levels of `axis` between two ends.
+def _refine(
+    levels: _Levels, low: _Level, high: _Level, roof: float, points: int
+) -> None:
+    """Bisect boxes of levels until `points` stacks are known or nothing is hidden.
 
-    Each level halves the gap that could hide the largest share of the front, so
-    levels gather where loss and cost still trade.
+    The loss of a level that nothing meets counts as `roof`.
     """
 
-    def at(picks: Picks) -> tuple[float, float]:
-        reached = totals(problem.groups, picks)
-        return reached[axis], reached["kl_nats"]
+    def loss(level: _Level) -> float:
+        point = levels.at(level)
+        return roof if point is None else point.kl_nats
 
-    gaps = [_Gap(*at(ends[0]), *at(ends[1]))]
-    found: list[Picks] = []
-    while gaps and gaps[0].area < 0 and len(found) < count:
-        gap = heappop(gaps)
-        level = (gap.left + gap.right) / 2
-        picks = _minimize(problem, "kl_nats", {**limits, axis: level})
-        assert picks is not None  # the left end is within the level
-        x, kl = at(picks)
-        found.append(picks)
-        # Up to the level nothing beats `picks`, so the right gap starts there.
-        heappush(gaps, _Gap(gap.left, gap.top, x, kl))
-        heappush(gaps, _Gap(level, kl, gap.right, gap.bottom))
-    return found
+    def box(low: _Level, high: _Level) -> _Box:
+        return _Box(low, high, max(loss(low) - loss(high), 0.0))
+
+    def count() -> int:
+        return len({id(p) for p in levels.answers.values() if p is not None})
+
+    boxes = [box(low, high)]
+    most = SOLVES * points  # and each bisection may find two
+    while (
+        boxes and boxes[0].hidden < 0 and count() <= points - 2 and levels.solves < most
+    ):
+        (x0, y0), (x1, y1) = (some := heappop(boxes)).low, some.high
+        # Across the axis along which the loss changes more.
+        if loss((x0, y1)) >= loss((x1, y0)):
+            x = (x0 + x1) / 2
+            halves = (box((x0, y0), (x, y1)), box((x, y0), (x1, y1)))
+        else:
+            y = (y0 + y1) / 2
+            halves = (box((x0, y0), (x1, y)), box((x0, y), (x1, y1)))
+        for half in halves:
+            heappush(boxes, half)
 
 
-def _nondominated(groups: Groups, found: Sequence[Picks]) -> list[Picks]:
+def _nondominated(found: Sequence[_Point]) -> list[_Point]:
     """Drop the dominated and the repeated, and sort by seconds per token."""
-    rows = [[totals(groups, p)[axis] for axis in _axes()] for p in found]
-    points, first = np.unique(np.array(rows), axis=0, return_index=True)
-    kept = first[pareto_mask(points)]
-    return sorted(
-        (found[i] for i in kept), key=lambda p: totals(groups, p)["per_token_s"]
-    )
+    rows = np.array([[p.per_token_s, p.kl_nats, p.bytes] for p in found])
+    unique, first = np.unique(rows, axis=0, return_index=True)
+    kept = first[pareto_mask(unique)]
+    return sorted((found[i] for i in kept), key=lambda p: p.per_token_s)
 
 
 def front(
     groups: Groups,
     points: int = 24,
     *,
+    edges: Edges = (),
     max_per_token_s: float | None = None,
     max_first_token_s: float | None = None,
     max_bytes: float | None = None,
-) -> list[Picks]:
+    epsilon: float = EPSILON,
+    small: int = SMALL,
+) -> Front:
     """Return stacks within the limits that none beats on seconds, loss and bytes.
 
     At most about `points` of them, fastest first: the three ends, then levels of
-    seconds per token, and a quarter of the levels in bytes. Empty: nothing fits.
+    seconds per token and of bytes. Empty: nothing fits.
     """
     limits = _limits(max_per_token_s, max_first_token_s, max_bytes)
-    problem = _problem(groups, _axes(*limits))
-    best = _end(problem, "kl_nats", limits)
-    if best is None:
-        return []
-    found = [best]
-    levels = max(points - 3, 0)
-    share: dict[Axis, int] = {"per_token_s": levels - levels // 4, "bytes": levels // 4}
-    for axis, count in share.items():
-        end = _end(problem, axis, limits)
-        assert end is not None  # `best` is within the limits
-        found += [end, *_between(problem, axis, (end, best), count, limits)]
-    return _nondominated(groups, found)
+    layout = problem(groups, _axes(*limits), edges)
+    solver = Solver(layout, epsilon, small)
+    levels = _Levels(solver, limits)
+    ends = [_end(solver, axis, limits) for axis in ("kl_nats", "per_token_s", "bytes")]
+    known = [levels.point(end) for end in ends if end is not None]
+    if len(known) < len(ends):
+        return Front((), ())
+    best, fast, small_one = known
+    high = (
+        max(best.per_token_s, fast.per_token_s, small_one.per_token_s),
+        max(best.bytes, fast.bytes, small_one.bytes),
+    )
+    levels.answers.update(
+        {
+            high: best,
+            (fast.per_token_s, high[1]): fast,
+            (high[0], small_one.bytes): small_one,
+        }
+    )
+    roof = max(p.kl_nats for p in known)
+    _refine(levels, (fast.per_token_s, small_one.bytes), high, roof, points)
+    every = [p for p in levels.answers.values() if p is not None]
+    kept = _nondominated([*known, *every])
+    picks = tuple(layout.picks(p.found.places) for p in kept)
+    return Front(picks, tuple(p.found.gap for p in kept))

@@ -3,13 +3,13 @@ from itertools import product
 import numpy as np
 import pytest
 
+from optimizer.knapsack import undominated
 from optimizer.pareto import pareto_mask
 from optimizer.search import (
     Axis,
     Groups,
     Option,
     Picks,
-    _undominated,
     front,
     nearest,
     solve,
@@ -116,7 +116,7 @@ def test_every_point_of_the_front_is_on_the_front(seed: int) -> None:
     every = everything(groups)
     points = table(groups, every)
     best = {p for p, on in zip(every, pareto_mask(points), strict=True) if on}
-    found = front(groups, points=12)
+    found = front(groups, points=12).picks
     assert set(found) <= best
     assert len(set(found)) == len(found) <= 12
     seconds = [totals(groups, p)["per_token_s"] for p in found]
@@ -136,7 +136,7 @@ def test_a_front_stays_within_its_limits(seed: int) -> None:
         if totals(groups, p)["per_token_s"] <= seconds
         and totals(groups, p)["bytes"] <= size
     ]
-    found = front(groups, points=8, max_per_token_s=seconds, max_bytes=size)
+    found = front(groups, points=8, max_per_token_s=seconds, max_bytes=size).picks
     mask = pareto_mask(table(groups, every)) if every else np.zeros(0, bool)
     assert set(found) <= {p for p, on in zip(every, mask, strict=True) if on}
     assert bool(found) == bool(every)
@@ -146,14 +146,14 @@ def test_a_front_stays_within_its_limits(seed: int) -> None:
 def test_pruning_drops_no_point_of_the_front(seed: int) -> None:
     groups = random_groups(seed)
     every = everything(groups)
-    kept = [_undominated(g, FRONT) for g in groups]
+    kept = [undominated(g, FRONT) for g in groups]
     for picks, on in zip(every, pareto_mask(table(groups, every)), strict=True):
         assert not on or all(i in k for i, k in zip(picks, kept, strict=True))
 
 
 def test_equal_options_are_one_option() -> None:
     twice = [option(1.0, 2.0, 3), option(1.0, 2.0, 3), option(2.0, 3.0, 4)]
-    assert _undominated(twice, FRONT) == [0]
+    assert undominated(twice, FRONT) == [0]
 
 
 def test_microseconds_are_told_apart() -> None:
@@ -191,7 +191,7 @@ def test_a_limit_on_what_never_varies() -> None:
     same = [[option(0.0, 1.0, 5), option(1.0, 0.5, 5)]]
     assert solve(same, max_bytes=5) == (0,)
     assert solve(same, max_bytes=4) is None
-    assert front(same, max_bytes=4) == []
+    assert front(same, max_bytes=4).picks == ()
 
 
 def test_among_equal_losses_the_answer_is_the_best_of_the_rest() -> None:
@@ -220,13 +220,13 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 def test_few_points_are_the_ends() -> None:
     groups = random_groups(3)
-    found = front(groups, points=0)
+    found = front(groups, points=0).picks
     assert 2 <= len(found) <= 3
-    assert set(found) <= set(front(groups, points=12))
+    assert set(found) <= set(front(groups, points=12).picks)
 
 
 def test_one_site_with_one_option_is_a_front() -> None:
-    assert front([[option(0.0, 1.0, 1)]]) == [(0,)]
+    assert front([[option(0.0, 1.0, 1)]]).picks == ((0,),)
 
 
 def test_a_site_without_options_is_an_error() -> None:
