@@ -6,36 +6,28 @@ it in fp32, watches it, or rounds it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from optimizer.checkpoint import ARCHITECTURES, inspect
-from optimizer.errors import ModelError
-from optimizer.quantize import check_finite
+from optimizer.checkpoint import inspect
+from optimizer.construct import construct
+from optimizer.routing import ATTENTION, ROUTE, position_inputs, route
+from optimizer.segments import WHOLE, Residency, Resident, Segment, Stopped, given
+from optimizer.shapes import model_shape
 from optimizer.sites import (
-    ACTIVATIONS,
     LinearPart,
     Unrecognized,
-    attention_module,
     coverage_percent,
     find_layers,
     find_unrecognized,
-    is_norm,
     linear_parts,
-    model_shape,
 )
-from optimizer.stack import WHOLE_MODEL, Component, ModelShape, Role, Site
-
-ATTENTION = "precision_four_steps"
-ROUTE = "precision_route"
-SAVE_AGAIN = "Save the model again with transformers: save_pretrained(folder)"
+from optimizer.stack import ModelShape, Role, Site
 
 
 class Executor(Protocol):
@@ -78,13 +70,20 @@ class LoadedModel:
     coverage_percent: float  # of parameters, by sites
     running: Executor | None = None  # None: no pass is under way
     on_layer: Callable[[int], None] = lambda layer: None  # called as each layer starts
-    resume: tuple[int, Tensor] | None = None  # start at this layer with this input
-    captured: list[Tensor] | None = None  # inputs of the layers, output of the last
+    segment: Segment = WHOLE  # what the current pass runs
+    visible: Tensor | None = None  # (batch, tokens): False is padding; None: no padding
+    on_experts: Callable[[int, Tensor], None] = lambda layer, tokens: None
+    residency: Residency = field(default_factory=Resident)
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """Every site, in order."""
         return tuple(s.site for s in self.shape.sites)
+
+    @property
+    def stages(self) -> int:
+        """How many stages a pass has: embeddings, every layer, norm and head."""
+        return len(self.layers) + 2
 
     def forward(
         self,
@@ -96,19 +95,53 @@ class LoadedModel:
 
         Positions count from the first token that `attention_mask` leaves visible.
         """
-        positions = None
-        if attention_mask is not None:  # padding on the left must not move the text
-            positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        self.running = executor
+        if self.residency.whole:
+            return self._run(ids, executor, attention_mask, WHOLE)
+        hidden: Tensor | None = None
+        for stage in range(self.stages):
+            with self.residency.holding(stage):
+                hidden = self.stage(stage, ids, hidden, executor, attention_mask)
+        assert hidden is not None
+        return hidden
+
+    def stage(
+        self,
+        number: int,
+        ids: Tensor,
+        hidden: Tensor | None,
+        executor: Executor,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Run one stage from the hidden states (batch, tokens, hidden) before it.
+
+        Returns those after it, and the logits after the last. Stage 0 takes None.
+        """
+        last = number == self.stages - 1
+        first = max(number - 1, 0)
+        segment = Segment(first, hidden, None if last else number)
+        return self._run(ids, executor, attention_mask, segment)
+
+    def tail(self, first: int, ids: Tensor, hidden: Tensor, run: Executor) -> Tensor:
+        """Return the logits from the input of layer `first` on."""
+        if self.residency.whole:
+            return self._run(ids, run, None, Segment(first, hidden))
+        for stage in range(first + 1, self.stages):
+            with self.residency.holding(stage):
+                hidden = self.stage(stage, ids, hidden, run)
+        return hidden
+
+    def _run(
+        self, ids: Tensor, executor: Executor, mask: Tensor | None, segment: Segment
+    ) -> Tensor:
+        positions = position_inputs(self.network, mask)
+        self.running, self.segment = executor, segment
+        self.visible = None if mask is None else mask.bool()
         try:
-            out = self.network(
-                ids,
-                attention_mask=attention_mask,
-                position_ids=positions,
-                use_cache=False,
-            )
+            out = self.network(ids, attention_mask=mask, use_cache=False, **positions)
+        except Stopped as stopped:
+            return stopped.hidden
         finally:
-            self.running = None
+            self.running, self.segment, self.visible = None, WHOLE, None
         logits: Tensor = out.logits
         return logits
 
@@ -126,53 +159,10 @@ def load(folder: Path, name: str = "") -> LoadedModel:
     that do not fill the model, NonFiniteError for inf or NaN in a weight.
     """
     checkpoint = inspect(folder)
-    network = _construct(folder, checkpoint.architecture)
-    refuse_unusable_weights(network)
+    network = construct(checkpoint, "eager")  # until the sites are routed
     return instrument(
         network, checkpoint.architecture, name or folder.name, checkpoint.stored_bytes
     )
-
-
-def _construct(folder: Path, architecture: str) -> nn.Module:
-    if architecture not in ARCHITECTURES:
-        raise ModelError(f"{architecture} is not one of {', '.join(ARCHITECTURES)}")
-    cls = getattr(transformers, architecture)  # the allow-list names it, not the folder
-    try:
-        network, report = cls.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported, and refused below by name
-        )
-    except (MemoryError, RuntimeError):  # this machine's, not the model's
-        raise
-    except Exception as error:  # whatever a config makes transformers raise
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(
-            f"{architecture} cannot be built from config.json: {why}. {SAVE_AGAIN}"
-        ) from error
-    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if report.get(kind):
-            first = sorted(str(k) for k in report[kind])[0]
-            count = len(report[kind])
-            raise ModelError(
-                f"{count} {kind.replace('_', ' ')} in {folder.name}: {first}. "
-                f"The weights are not those of config.json. {SAVE_AGAIN}"
-            )
-    network.eval().requires_grad_(False)
-    return network
-
-
-def refuse_unusable_weights(network: nn.Module) -> None:
-    """Raise, naming the parameter, where a weight is missing, inf or NaN."""
-    for name, weight in network.named_parameters():
-        if weight.is_meta:
-            raise ModelError(f"{name} has no data: it is on the meta device")
-        check_finite(weight, f"weight {name}")
 
 
 def instrument(
@@ -194,92 +184,33 @@ def instrument(
         unrecognized=unrecognized,
         coverage_percent=coverage_percent(network, unrecognized),
     )
-    _route(model)
+    route(model, _layer_forward, _four_steps)
     return model
 
 
 # --- routing -----------------------------------------------------------------
 
 
-def _route(model: LoadedModel) -> None:
-    for some in model.parts.values():
-        for part in some:
-            part.module.forward = _linear_forward(model, part)
-    embeddings = Site(WHOLE_MODEL, Component.EMBEDDINGS)
-    for module in model.network.modules():
-        if isinstance(module, nn.Embedding):
-            _tap_around(model, module, embeddings, (Role.WEIGHT, Role.OUTPUT))
-    for index, layer in enumerate(model.layers):
-        _route_layer(model, index, layer)
-    norms = Site(WHOLE_MODEL, Component.NORMS)
-    inside = {id(m) for layer in model.layers for m in layer.modules()}
-    for module in model.network.modules():
-        if is_norm(module) and id(module) not in inside:
-            _tap_norm(model, module, norms)
-
-
-def _route_layer(model: LoadedModel, index: int, layer: nn.Module) -> None:
-    attention = attention_module(layer)
-    attention.__dict__[ROUTE] = (model, index)  # beside the module tree, not in it
-    for path, module in layer.named_modules():
-        if is_norm(module):
-            _tap_norm(model, module, Site(index, Component.NORMS))
-        elif path in ACTIVATIONS:
-            site = Site(index, Component.FFN_ACT)
-            _tap_around(model, module, site, (Role.INPUT, Role.OUTPUT))
-    layer.forward = _layer_forward(model, index, layer.forward)
-
-
-def _linear_forward(model: LoadedModel, part: LinearPart) -> Callable[[Tensor], Tensor]:
-    return lambda x: model.executor.linear(part, x)
-
-
-def _tap_around(
-    model: LoadedModel, module: nn.Module, site: Site, roles: tuple[Role, Role]
-) -> None:
-    """Hand the executor what goes in and out; an embedding's rows come out as weights."""
-    inner = module.forward
-    first, last = roles
-
-    def forward(x: Tensor) -> Tensor:
-        if first is Role.WEIGHT:
-            y = model.executor.elementwise(site, Role.WEIGHT, inner(x))
-        else:
-            y = inner(model.executor.elementwise(site, first, x))
-        return model.executor.elementwise(site, last, y)
-
-    module.forward = forward
-
-
-def _tap_norm(model: LoadedModel, module: nn.Module, site: Site) -> None:
-    """A norm's input *is* the residual stream: rounding it rounds both, in place.
-
-    The arithmetic of the norm itself stays fp32, as in every engine.
-    """
-    inner = module.forward
-
-    def forward(x: Tensor) -> Tensor:
-        seen = model.executor.elementwise(site, Role.INPUT, x)
-        if seen is not x:
-            x.copy_(seen)
-        return model.executor.elementwise(site, Role.OUTPUT, inner(x))
-
-    module.forward = forward
-
-
 def _layer_forward(
     model: LoadedModel, index: int, inner: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """Run the layer where the segment has it; pass by, or leave, where it has not."""
+    last = len(model.layers) - 1
+
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if model.resume is not None and index < model.resume[0]:
-            first, saved = model.resume
-            return saved.clone() if index == first - 1 else hidden
+        segment = model.segment
+        if index < segment.first:
+            if index < last or segment.first <= last:
+                return hidden
+            return given(segment)  # only norm and head run
+        if index == segment.first and segment.hidden is not None:
+            hidden = given(segment)
+        if segment.stop == index:
+            raise Stopped(hidden)
         model.on_layer(index)
-        if model.captured is not None:
-            model.captured.append(hidden.clone())
         out = inner(hidden, *args, **kwargs)
-        if model.captured is not None and index == len(model.layers) - 1:
-            model.captured.append(out.clone())
+        if index == last and segment.stop == last + 1:
+            raise Stopped(out)
         return out
 
     return forward
