@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
+import numpy as np
+
 from optimizer import search
+from optimizer.casts import NO_CASTS, Casts
 from optimizer.cost import SiteCost, site_cost, tied_bytes
 from optimizer.formats import FP16
 from optimizer.hardware import Device, refusals
-from optimizer.search import Option
+from optimizer.search import Edge, Option
 from optimizer.sensitivity import Sensitivities, Sensitivity
 from optimizer.spec import LatencySla, OptimizeSpec, Workload
 from optimizer.stack import (
@@ -51,7 +54,7 @@ Table = dict[Site, tuple[Row, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """A stack's predicted loss and cost, summed over its sites."""
+    """A stack's predicted loss and cost, summed over its sites and their casts."""
 
     kl_nats: float
     per_token_s: float
@@ -143,10 +146,13 @@ class Chooser:
     model: ModelShape
     table: Table
     max_bytes: int  # of weights and KV cache
+    casts: Casts = NO_CASTS
     groups: tuple[Group, ...] = field(init=False)
+    edges: tuple[Edge, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.groups = tuple(self._groups())
+        self.edges = tuple(self._edges())
 
     def _groups(self) -> Iterator[Group]:
         ends = [s for s in self.table if s.component in TIED_COMPONENTS]
@@ -156,6 +162,31 @@ class Chooser:
         for site in sorted(self.table):
             if not (joint and site in ends):
                 yield self._group((site,))
+
+    def _edges(self) -> Iterator[Edge]:
+        """The casts between sites that are not decided together."""
+        where = {
+            s: (g, k)
+            for g, some in enumerate(self.groups)
+            for k, s in enumerate(some.sites)
+        }
+        for pair in self.casts.pairs:
+            if not where.keys() >= set(pair):
+                continue
+            (left, i), (right, j) = (where[site] for site in pair)
+            if left != right:
+                seconds = [
+                    [
+                        self.casts.cost_of(pair, a[i], b[j])
+                        for b in self.groups[right].choices
+                    ]
+                    for a in self.groups[left].choices
+                ]
+                per_token, first_token = (
+                    np.array([[getattr(c, axis) for c in row] for row in seconds])
+                    for axis in search.TIMED
+                )
+                yield Edge(left, right, per_token, first_token)
 
     def _group(self, sites: tuple[Site, ...]) -> Group:
         rows = [[r for r in self.table[s] if r.refused is None] for s in sites]
@@ -182,7 +213,9 @@ class Chooser:
         kl = per_token = first_token = 0.0
         weights = kv = 0
         ends: dict[Component, Choice] = {}
+        choices: dict[Site, Choice] = {}
         for site, row in pairs:
+            choices[site] = row.choice
             assert row.cost is not None
             assert row.sensitivity is not None
             kl += row.sensitivity.kl_nats
@@ -194,6 +227,9 @@ class Chooser:
                 ends[site.component] = row.choice
         if self.model.tied_embeddings and len(ends) == len(TIED_COMPONENTS):
             weights += self._tied_correction(ends)
+        casts = self.casts.total(choices)
+        per_token += casts.per_token_s
+        first_token += casts.first_token_s
         return Totals(kl, per_token, first_token, weights, kv)
 
     def _tied_correction(self, ends: Mapping[Component, Choice]) -> int:
@@ -225,10 +261,10 @@ class Chooser:
     def _options(self) -> list[tuple[Option, ...]]:
         return [g.options for g in self.groups]
 
-    def front(self) -> list[Stack]:
+    def front(self, points: int = FRONT_POINTS) -> list[Stack]:
         """Return surrogate-optimal stacks that fit the memory, fastest first."""
         found = search.front(
-            self._options(), points=FRONT_POINTS, max_bytes=self.max_bytes
+            self._options(), points, edges=self.edges, max_bytes=self.max_bytes
         )
         return [self._stack(picked) for picked in found.picks]
 
@@ -240,6 +276,7 @@ class Chooser:
         for limit in (min(max_bytes, self.max_bytes), self.max_bytes):
             picked = search.solve(
                 self._options(),
+                edges=self.edges,
                 max_bytes=limit,
                 max_per_token_s=sla.per_token_s,
                 max_first_token_s=sla.first_token_s,
@@ -254,6 +291,7 @@ class Chooser:
         """Return the fastest stack within a loss, a size and the targets."""
         picked = search.solve(
             self._options(),
+            edges=self.edges,
             objective="per_token_s",
             max_bytes=min(max_bytes, self.max_bytes),
             max_kl_nats=max_kl_nats,
@@ -274,7 +312,10 @@ class Chooser:
         )
         axis: search.Axis = "first_token_s" if held else "per_token_s"
         found = search.nearest(
-            self._options(), max_bytes=self.max_bytes, objective=axis
+            self._options(),
+            edges=self.edges,
+            max_bytes=self.max_bytes,
+            objective=axis,
         )
         return self._stack(found)
 

@@ -141,7 +141,7 @@ class Solver:
         """Solve over ever more of the options that come closest to the best ones."""
         cost = question.at(self.problem, prices, 1.0)
         regret = regrets(self.problem.forest, cost)
-        near = branch.Near(self.epsilon / 4, question.offset, NODES)
+        near = branch.Near(self.epsilon / 2, question.offset, NODES)
         kept, size, best = self.problem.real, CORE, None
         while True:
             free = kept & _cheapest(regret, size)

@@ -17,6 +17,7 @@ from optimizer.dual import EPSILON, SMALL, Found, Solver
 from optimizer.knapsack import (
     AXES,
     SLACK,
+    TIMED,
     Axis,
     Edge,
     Edges,
@@ -31,6 +32,7 @@ from optimizer.pareto import pareto_mask
 
 __all__ = [
     "AXES",
+    "TIMED",
     "Axis",
     "Edge",
     "Edges",
