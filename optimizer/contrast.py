@@ -25,7 +25,8 @@ def compare(contrast: Contrast, table: Table) -> dict[str, Any]:
         (row.sensitivity.kl_nats, other[site, row.choice].kl_nats, site, row.choice)
         for site, rows in table.items()
         for row in rows
-        if row.sensitivity is not None and row.sensitivity.kl_nats > 0
+        if row.sensitivity is not None and (site, row.choice) in other
+        if row.sensitivity.kl_nats > 0
     ]
     by_component: dict[tuple[str, str], list[float]] = {}
     for mine, theirs, site, choice in pairs:

@@ -22,6 +22,7 @@ from optimizer.document import Run, Verdict
 from optimizer.execute import Amaxes
 from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
+from optimizer.hybrid import doubtful, settled
 from optimizer.pareto import pareto_mask
 from optimizer.pieces import Memory, Pieces
 from optimizer.quantize import overflows
@@ -91,6 +92,11 @@ def optimize(
     limit = spec.max_memory_bytes or int(HEADROOM * target.memory_bytes)
     chooser = Chooser(shape, table, limit)
     plan = _plan(chooser, spec)
+    doubts = doubtful(plan.neighbors(), losses)
+    if doubts:
+        losses = settled(losses, work.exact(doubts))
+        chooser = Chooser(shape, tabulate(shape, verdicts, losses, cost_of), limit)
+        plan = _plan(chooser, spec)
 
     meter.enter("validate")
     validation = _validate(work, plan.stacks)
@@ -155,6 +161,14 @@ class Plan:
     contenders: tuple[str, ...]  # labels
     reachable: bool  # whether any stack meets the targets
     front: list[Stack]
+
+    def neighbors(self) -> list[Stack]:
+        """Return the first contender, and what lies beside it on the front."""
+        mine = self.stacks[self.contenders[0]]
+        if mine not in self.front:
+            return [mine]
+        at = self.front.index(mine)
+        return [mine, *self.front[max(at - 1, 0) : at], *self.front[at + 1 : at + 2]]
 
     def front_with(self, label: str, chooser: Chooser) -> list[Stack]:
         """Return the front with the chosen stack on it.

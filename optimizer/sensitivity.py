@@ -57,6 +57,7 @@ __all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sw
 # Per sequence. On SmolLM2, 512 tokens and 4 of its layers, 1, 2 and 4 samples had a
 # log-Pearson of 0.9969, 0.9970 and 0.9979 with exact runs; each costs a backward pass.
 LABEL_SAMPLES = 1
+ERROR_BYTES = 600 << 20  # of the errors of one matrix's roundings at once
 PRODUCT_BYTES = 256 << 20  # of activations and gradients that wait to be scored
 ROUNDED = 1e-6  # relative: what making and undoing a float32 scale may move a value
 
@@ -170,26 +171,35 @@ class Sweep(Reference):
             by_name.setdefault(product.part.name, []).append(product)
         self._products.clear()
         for products in by_name.values():
-            errors = self._matrix_errors(products[0].part)
-            for product in products:
-                squared = product.squared_gradient()
-                for rounding, error in errors:
-                    rounding.lose(product.sequence, error, squared)
+            part = products[0].part
+            wanted = self._wanted[part.site, Role.WEIGHT]
+            at_once = max(1, ERROR_BYTES // (4 * part.weight.numel()))
+            for start in range(0, len(wanted), at_once):
+                self._score_matrix(products, wanted[start : start + at_once])
 
-    def _matrix_errors(self, part: LinearPart) -> list[tuple[Rounding, Tensor]]:
-        """Return δ² of every rounding of a matrix, with its running sums."""
+    def _score_matrix(
+        self, products: Sequence["_Product"], precisions: Sequence[Precision]
+    ) -> None:
+        errors = [self._matrix_error(products[0].part, p) for p in precisions]
+        if not self._model.residency.whole:
+            self._weights.drop()
+        for product in products:
+            squared = product.squared_gradient()
+            for rounding, error in errors:
+                rounding.lose(product.sequence, error, squared)
+
+    def _matrix_error(
+        self, part: LinearPart, precision: Precision
+    ) -> tuple[Rounding, Tensor]:
+        """Return δ² of a rounding of a matrix, with its running sums."""
         weight = part.weight
-        whole = _Whole.of(weight)
-        made = []
-        for precision in self._wanted[part.site, Role.WEIGHT]:
-            operand = self._weights.get(part, precision)
-            error = apply_scale(*operand).sub(weight).square_()
-            key = (part.site, Role.WEIGHT, precision)
-            if (part.name, precision) not in self._counted:
-                self._counted.add((part.name, precision))
-                self._count(key, whole, operand, error)
-            made.append((self.sums.at(key), error))
-        return made
+        operand = self._weights.get(part, precision)
+        error = apply_scale(*operand).sub(weight).square_()
+        key = (part.site, Role.WEIGHT, precision)
+        if (part.name, precision) not in self._counted:
+            self._counted.add((part.name, precision))
+            self._count(key, _Whole.of(weight), operand, error)
+        return self.sums.at(key), error
 
     def run(
         self,

@@ -55,6 +55,7 @@ class Sensitivity:
     saturated: float  # share of elements beyond the largest value of the format
     flushed: float  # share of non-zero elements that became zero
     kl_nats_se: float = 0.0  # standard error of the KL: how much sequences differ
+    exact: bool = False  # measured alone, not estimated
 
 
 Sensitivities = dict[tuple[Site, Choice], Sensitivity]

@@ -8,6 +8,7 @@ on the same model and data finds them done.
 """
 
 import base64
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,12 +23,13 @@ from optimizer import stream, tokens
 from optimizer.calibrate import amaxes, calibrate, stats_from_json, stats_to_json
 from optimizer.contrast import Contrast
 from optimizer.errors import ModelError
+from optimizer.exact import exact
 from optimizer.execute import Amaxes, WeightCodes
 from optimizer.model import LoadedModel, load
 from optimizer.pieces import Piece, Pieces, Result, key_of
 from optimizer.sensitivity import sweep
 from optimizer.spec import SWEPT_FORMATS, OptimizeSpec
-from optimizer.stack import CHOICES, Choice, Site, Stack
+from optimizer.stack import CHOICES, Choice, Site, Stack, choice_named
 from optimizer.sums import Candidates, Sensitivities, Sums, total, wanted_roundings
 from optimizer.tokens import Tokens
 from optimizer.validate import TokenValues, Truth, run_stack
@@ -142,6 +144,17 @@ class Work:
         other = self._contrast_spec().data_distribution
         return Contrast(other, sum(sums.tokens.values()), total(sums, kept))
 
+    def exact(
+        self, pairs: Sequence[tuple[Site, Choice]]
+    ) -> dict[tuple[Site, Choice], float]:
+        """Run each pair alone on the calibration data; nats per token."""
+        if not pairs:
+            return {}
+        found = self._run([self._exact_piece(part, pairs) for part in self._parts()])
+        tokens = sum(result["tokens"] for result in found)
+        lost = [math.fsum(sums) for sums in zip(*(r["kl"] for r in found), strict=True)]
+        return {pair: kl / tokens for pair, kl in zip(pairs, lost, strict=True)}
+
     def validated(self, stacks: Sequence[Stack]) -> list[TokenValues]:
         """Run whole stacks over the held-out data."""
         pieces = [self._stack_piece(stack) for stack in stacks]
@@ -204,6 +217,23 @@ class Work:
             ]
         return Piece(kind, key_of(*key), {"sequences": list(part), "family": name})
 
+    def _exact_piece(
+        self, part: Sequence[int], pairs: Sequence[tuple[Site, Choice]]
+    ) -> Piece:
+        every = self.tokens.calibration.sequences
+        run = [[str(site), choice.name] for site, choice in pairs]
+        key = key_of(
+            "exact",
+            *self._base(),
+            _digest(every[n] for n in part),
+            _digest(every),
+            [
+                [site, str(choice)]
+                for (site, _), (_, choice) in zip(run, pairs, strict=True)
+            ],
+        )
+        return Piece("exact", key, {"sequences": list(part), "pairs": run})
+
     def _held_out(self) -> list[Any]:
         return [*self._base(), _digest(self.tokens.validation.sequences)]
 
@@ -226,6 +256,8 @@ class Work:
                 return self._contrast()
             case "truth":
                 return {"nll": _text(self.truth.nll)}
+            case "exact":
+                return self._exact(**piece.payload)
             case "validate":
                 return self._validate(Stack.from_json(piece.payload["stack"]))
         raise ModelError(f"no worker knows how to compute a {piece.kind!r}")
@@ -251,6 +283,20 @@ class Work:
             kept=self.kept if there else None,
         )
         return sums.to_json()
+
+    def _exact(
+        self, sequences: Sequence[int], pairs: Sequence[Sequence[str]]
+    ) -> Result:
+        every = [self.tokens.calibration.sequences[n] for n in sequences]
+        named = [(Site.parse(site), name) for site, name in pairs]
+        wanted: dict[Site, list[Choice]] = {}
+        for site, name in named:
+            wanted.setdefault(site, []).append(choice_named(site.component, name))
+        largest = self.amaxes()
+        found = exact(self.model, every, wanted, largest, self.weights, self.inside)
+        tokens = sum(ids.numel() for ids in every)
+        lost = [found[s, choice_named(s.component, n)] * tokens for s, n in named]
+        return {"tokens": tokens, "kl": lost}
 
     def _contrast(self) -> Result:
         sequences = self._read(self._contrast_spec()).calibration.sequences

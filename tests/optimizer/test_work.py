@@ -67,7 +67,7 @@ def test_another_device_on_the_same_model_and_data_sweeps_nothing(
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_sha256": "0" * 64},
+        {"model_sha256": "1" * 64},
         {"data_distribution": "code"},
         {"sequence_tokens": 48},
         {"seed": 1},
