@@ -16,8 +16,11 @@ Attention is one kernel, without casts inside. All of it is modelled (roofline).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from optimizer.cost import fit, quantize_s, size_bytes
 from optimizer.formats import FORMATS
@@ -74,6 +77,16 @@ class Casts:
         return CastCost(
             math.fsum(c.per_token_s for c in found),
             math.fsum(c.first_token_s for c in found),
+        )
+
+    def between(
+        self, pair: Pair, producers: Sequence[Choice], consumers: Sequence[Choice]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return seconds per token, and to the first one: (producers, consumers) each."""
+        costs = [[self.cost_of(pair, p, c) for c in consumers] for p in producers]
+        return (
+            np.array([[c.per_token_s for c in row] for row in costs]),
+            np.array([[c.first_token_s for c in row] for row in costs]),
         )
 
 

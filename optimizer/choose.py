@@ -6,11 +6,10 @@ though: where several stacks are as good as that one, the fastest of them is tak
 a larger one only where that buys time.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-
-import numpy as np
 
 from optimizer import search
 from optimizer.casts import NO_CASTS, Casts
@@ -28,6 +27,7 @@ from optimizer.stack import (
     SiteShape,
     Stack,
 )
+from optimizer.surrogate import IDENTITY, Kind, Surrogate
 
 FRONT_POINTS = 24
 # Budgets, as shares of the 16-bit stack's predicted loss, at which the fastest stack
@@ -147,6 +147,7 @@ class Chooser:
     table: Table
     max_bytes: int  # of weights and KV cache
     casts: Casts = NO_CASTS
+    surrogate: Surrogate = IDENTITY  # what measured stacks taught
     groups: tuple[Group, ...] = field(init=False)
     edges: tuple[Edge, ...] = field(init=False)
 
@@ -175,18 +176,11 @@ class Chooser:
                 continue
             (left, i), (right, j) = (where[site] for site in pair)
             if left != right:
-                seconds = [
-                    [
-                        self.casts.cost_of(pair, a[i], b[j])
-                        for b in self.groups[right].choices
-                    ]
-                    for a in self.groups[left].choices
+                ends = [
+                    [c[k] for c in self.groups[g].choices]
+                    for g, k in ((left, i), (right, j))
                 ]
-                per_token, first_token = (
-                    np.array([[getattr(c, axis) for c in row] for row in seconds])
-                    for axis in search.TIMED
-                )
-                yield Edge(left, right, per_token, first_token)
+                yield Edge(left, right, *self.casts.between(pair, *ends))
 
     def _group(self, sites: tuple[Site, ...]) -> Group:
         rows = [[r for r in self.table[s] if r.refused is None] for s in sites]
@@ -218,7 +212,7 @@ class Chooser:
             choices[site] = row.choice
             assert row.cost is not None
             assert row.sensitivity is not None
-            kl += row.sensitivity.kl_nats
+            kl += self._weight(site, row.choice) * row.sensitivity.kl_nats
             per_token += row.cost.per_token_s
             first_token += row.cost.first_token_s
             kv += row.cost.kv_bytes
@@ -243,10 +237,23 @@ class Chooser:
         table, head = (ends[c] for c in TIED_COMPONENTS)
         return tied_bytes(self.model, table, head) - apart
 
+    def _weight(self, site: Site, choice: Choice) -> float:
+        return self.surrogate.weight((str(site.component), choice.name))
+
     def totals(self, stack: Stack) -> Totals:
         """Return what a stack is predicted to lose and cost."""
         pairs = [(site, self.row(site, c)) for site, c in stack.choices.items()]
-        return self._sum(iter(pairs))
+        added = self._sum(iter(pairs))
+        return replace(added, kl_nats=self.surrogate.whole(added.kl_nats))
+
+    def kl_sums(self, stack: Stack) -> dict[Kind, float]:
+        """Return what the sites of a stack lose alone, added up by kind."""
+        sums: dict[Kind, float] = defaultdict(float)
+        for site, choice in stack.choices.items():
+            sensitivity = self.row(site, choice).sensitivity
+            assert sensitivity is not None
+            sums[str(site.component), choice.name] += sensitivity.kl_nats
+        return dict(sums)
 
     def row(self, site: Site, choice: Choice) -> Row:
         """Return the row of one choice of a site."""
@@ -294,7 +301,7 @@ class Chooser:
             edges=self.edges,
             objective="per_token_s",
             max_bytes=min(max_bytes, self.max_bytes),
-            max_kl_nats=max_kl_nats,
+            max_kl_nats=self.surrogate.budget(max_kl_nats),
             max_per_token_s=sla.per_token_s,
             max_first_token_s=sla.first_token_s,
         )

@@ -17,7 +17,6 @@ from optimizer.dual import EPSILON, SMALL, Found, Solver
 from optimizer.knapsack import (
     AXES,
     SLACK,
-    TIMED,
     Axis,
     Edge,
     Edges,
@@ -32,7 +31,6 @@ from optimizer.pareto import pareto_mask
 
 __all__ = [
     "AXES",
-    "TIMED",
     "Axis",
     "Edge",
     "Edges",

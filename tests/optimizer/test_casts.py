@@ -28,7 +28,6 @@ from tests.optimizer.toy import (
     DOWN,
     FFN,
     NORMS,
-    OUT,
     SPEC,
     chooser,
     toy,
