@@ -71,12 +71,16 @@ def serve(
         list[Path] | None,
         typer.Option(help="Folder that models may lie in; may be repeated."),
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(min=1, max=64, help="Workers that share this machine's cores."),
+    ] = 1,
     data_dir: DataDir = DATA_DIR,
 ) -> None:
     """Run the whole service on this machine until Ctrl-C."""
     from api.serve import Options, ServeError, serve as run  # pulls in the database
 
-    options = Options(data_dir, host, port, tuple(model_root or ()))
+    options = Options(data_dir, host, port, tuple(model_root or ()), workers)
     try:
         raise typer.Exit(run(options, typer.echo))
     except ServeError as error:

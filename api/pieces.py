@@ -189,8 +189,27 @@ def runs(session: Session, job_id: str) -> bool:
 
 def waiting(session: Session, job_id: str) -> bool:
     """Return whether a piece of the job waits for a helper."""
-    mine = and_(JobPiece.job_id == job_id, _helpable(now(session)))
-    return session.scalar(select(JobPiece.key).where(mine).limit(1)) is not None
+    return _any(session, JobPiece.job_id == job_id, _helpable(now(session)))
+
+
+def underway(session: Session, job_id: str, keys: Collection[str]) -> bool:
+    """Return whether one of these pieces is still to be done."""
+    mine = and_(JobPiece.job_id == job_id, JobPiece.key.in_(keys))
+    return _any(session, mine, JobPiece.state != PieceState.DONE)
+
+
+def stay(session: Session, job_id: str) -> bool:
+    """Return whether a helper without a piece should wait for one.
+
+    The job runs, and no other one waits for a worker.
+    """
+    queued = select(Job.id).where(Job.status == Status.QUEUED).limit(1)
+    return runs(session, job_id) and session.scalar(queued) is None
+
+
+def _any(session: Session, *conditions: ColumnElement[bool]) -> bool:
+    found = select(JobPiece.key).where(*conditions).limit(1)
+    return session.scalar(found) is not None
 
 
 def _claim(

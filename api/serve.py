@@ -1,11 +1,11 @@
-"""The embedded service: broker, API and one worker on this machine, as one command.
+"""The embedded service: broker, API and workers on this machine, as one command.
 
     data_dir/
       precision.db  artifacts/  datasets/  models/
       api_key       the first key, readable by its owner only
       address       where the service listens; there while it runs
       lock          held while it runs
-      logs/         broker.log  api.log  worker.log
+      logs/         broker.log  api.log  worker.log  worker-2.log …
 
 The database is the truth, so the broker keeps nothing on disk: what it forgets, the
 sweep rings again.
@@ -38,7 +38,7 @@ READY_S = 60.0  # a cold disk and two busy cores; usually 2 s
 FAILURES_BEFORE_READY = 3
 TICK_S = 0.2
 SAME_SIGNAL_S = 0.5
-WORKER = "worker --without-gossip --without-mingle --loglevel INFO"
+WORKER = "worker --without-gossip --without-mingle --loglevel INFO --hostname"
 
 Say = Callable[[str], None]
 
@@ -55,6 +55,7 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8080  # 0: any free port
     model_roots: tuple[Path, ...] = ()  # beside data_dir/models
+    workers: int = 1  # they share the machine's cores
 
 
 def serve(options: Options, say: Say) -> int:
@@ -71,7 +72,7 @@ def serve(options: Options, say: Say) -> int:
         key = _prepare(data_dir)
         supervisor = Supervisor(say)
         try:
-            for program in _programs(data_dir, listener):
+            for program in _programs(data_dir, listener, options.workers):
                 rotate(program.log)
                 supervisor.start(program)
             _run(supervisor, data_dir, _url(listener), key, signals, say)
@@ -164,7 +165,9 @@ def _why(data_dir: Path, name: str, what: str) -> str:
 # -- what runs -----------------------------------------------------------------
 
 
-def _programs(data_dir: Path, listener: socket.socket) -> Iterator[Program]:
+def _programs(
+    data_dir: Path, listener: socket.socket, workers: int
+) -> Iterator[Program]:
     port, password = _free_port(), secrets.token_urlsafe(24)
     logs = data_dir / "logs"
     environment = {
@@ -185,13 +188,27 @@ def _programs(data_dir: Path, listener: socket.socket) -> Iterator[Program]:
         environment,
         pass_fds=(listener.fileno(),),
     )
-    yield Program(
-        "worker",
-        (sys.executable, "-m", "celery", "-A", "workers.app", *WORKER.split()),
-        logs / "worker.log",
+    for number in range(1, workers + 1):
+        yield _worker(number, logs, {**_share(workers), **environment})
+
+
+def _worker(number: int, logs: Path, environment: dict[str, str]) -> Program:
+    name = "worker" if number == 1 else f"worker-{number}"
+    celery = (sys.executable, "-m", "celery", "-A", "workers.app")
+    return Program(
+        name,
+        (*celery, *WORKER.split(), f"{name}@%h"),
+        logs / f"{name}.log",
         environment,
         stop_signal=signal.SIGQUIT,  # SIGTERM would wait for the job to end
     )
+
+
+def _share(workers: int) -> dict[str, str]:
+    """Return the settings of one of several workers: its share of the cores."""
+    if workers == 1 or settings.settings().threads:
+        return {}
+    return {"PRECISION_THREADS": str(max(1, (os.cpu_count() or 1) // workers))}
 
 
 def _broker() -> str:

@@ -15,7 +15,7 @@ from celery import Celery
 from celery.signals import worker_init, worker_process_init, worker_ready
 from celery.worker import state
 
-from api import jobs, queue
+from api import jobs, pieces, queue
 from api.db import transaction
 from api.settings import settings
 from api.supervise import die_with
@@ -107,8 +107,13 @@ def sweep() -> list[str]:
     """
     with transaction() as session:
         waiting = jobs.sweep(session)
-    for job_id in () if state.active_requests else waiting:
-        queue.ring(job_id)
+    with transaction() as session:
+        short_of_hands = pieces.sweep(session)
+    if not state.active_requests:
+        for job_id in waiting:
+            queue.ring(job_id)
+        for job_id in short_of_hands:
+            queue.ring_for_help(job_id)
     return waiting
 
 

@@ -10,6 +10,7 @@ import select
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -17,9 +18,10 @@ from typing import NamedTuple, Self
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from api import jobs
+from api import jobs, pieces
 from api.db import transaction
 from api.jobs import Signal
+from api.pieces import PieceClaim
 from api.settings import settings
 from api.transitions import Claim
 from optimizer.errors import Cancelled
@@ -38,14 +40,15 @@ class Progress(NamedTuple):
     eta_s: float | None
 
 
-class Beat:
-    """Beats for a claim as long as the `with` block runs."""
+class Pulse(ABC):
+    """Beats as long as the `with` block runs. What it says, the subclasses know."""
 
     def __init__(
-        self, claim: Claim, *, leave: Callable[[int], object] = os._exit
+        self, job_id: str, *, leave: Callable[[int], object] = os._exit
     ) -> None:
-        self._claim = claim
+        self._job_id = job_id
         self._leave = leave
+        self.piece: PieceClaim | None = None  # what this process computes now
         self._told: dict[str, Progress] = {}  # the last word of each phase
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -100,11 +103,11 @@ class Beat:
     def _write(self, told: list[Progress]) -> None:
         try:
             with transaction() as session:
-                heard = _say(session, self._claim, told)
+                heard = self._say(session, told)
             self._heard_at = time.monotonic()
         except SQLAlchemyError:
             # The lease outlives a short outage; after it, another may have the job.
-            logger.warning("job %s: the beat failed", self._claim.job_id, exc_info=True)
+            logger.warning("job %s: the beat failed", self._job_id, exc_info=True)
             silent_s = time.monotonic() - self._heard_at
             heard = Signal.LOST if silent_s > settings().lease_s else Signal.OK
         if heard is not Signal.OK and self._signal is Signal.OK:
@@ -115,10 +118,10 @@ class Beat:
         """End the process if the job did not stop by itself: a kernel that is long."""
         if self._stop_at is None or now < self._stop_at:
             return
-        logger.warning("job %s did not stop by itself", self._claim.job_id)
+        logger.warning("job %s did not stop by itself", self._job_id)
         try:
             with transaction() as session:
-                jobs.cancelled(session, self._claim)
+                self._abandon(session)
         finally:
             self._leave(1)
 
@@ -126,18 +129,60 @@ class Beat:
         """Let another worker have the job: this one was told to stop."""
         try:
             with transaction() as session:
-                if not jobs.release(session, self._claim):
-                    jobs.cancelled(session, self._claim)
+                self._release(session)
         finally:
             self._leave(0)
 
+    @abstractmethod
+    def _say(self, session: Session, told: list[Progress]) -> Signal:
+        """Beat, and return what the row says."""
 
-def _say(session: Session, claim: Claim, told: list[Progress]) -> Signal:
-    if not told:
-        return jobs.beat(session, claim)
-    for phase, percent, eta_s in told:
-        heard = jobs.progress(session, claim, phase, percent, eta_s)
-    return heard
+    def _abandon(self, session: Session) -> None:  # noqa: B027  a helper has nothing
+        """Write what is to be written where the job did not stop by itself."""
+
+    def _release(self, session: Session) -> None:
+        """Write what lets another worker go on at once."""
+        if self.piece is not None:
+            pieces.release(session, self.piece)
+
+
+class Beat(Pulse):
+    """Beats for the claim on a job, and for the piece that its worker computes."""
+
+    def __init__(
+        self, claim: Claim, *, leave: Callable[[int], object] = os._exit
+    ) -> None:
+        super().__init__(claim.job_id, leave=leave)
+        self._claim = claim
+
+    def _say(self, session: Session, told: list[Progress]) -> Signal:
+        # The job's row first, as wherever both are written: no two wait for each other.
+        heard = Signal.OK if told else jobs.beat(session, self._claim)
+        for phase, percent, eta_s in told:
+            heard = jobs.progress(session, self._claim, phase, percent, eta_s)
+        if heard is Signal.OK and (piece := self.piece) is not None:
+            pieces.beat(session, piece)  # where it is void, it is computed twice
+        return heard
+
+    def _abandon(self, session: Session) -> None:
+        jobs.cancelled(session, self._claim)
+
+    def _release(self, session: Session) -> None:
+        if not jobs.release(session, self._claim):
+            self._abandon(session)
+        super()._release(session)
+
+
+class HelpersBeat(Pulse):
+    """Beats for the piece that a helper computes; the job is another worker's."""
+
+    def _say(self, session: Session, told: list[Progress]) -> Signal:
+        piece = self.piece
+        if piece is None:
+            return Signal.OK
+        heard = pieces.beat(session, piece)
+        # Another one by now: this one was finished while we asked.
+        return heard if self.piece is piece else Signal.OK
 
 
 class _Stop:

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from api import jobs, storage
 from api.db import transaction
 from api.queue import RUN_JOB
+from api.settings import settings
 from api.storage import Stored
 from api.transitions import Claim
 from optimizer.errors import Cancelled, OptimizerError
@@ -118,7 +119,7 @@ def _optimize(claim: Claim, meter: Meter, beat: Beat) -> Document:
 
     from optimizer.run import optimize
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(settings().threads or os.cpu_count() or 1)
 
     def progress(phase: str, fraction: float, detail: str = "") -> None:
         beat.tell(meter.read(phase, fraction))
