@@ -5,6 +5,15 @@ launch. A decode step is `batch_size` rows against a context that grows from the
 prompt to prompt + output, so it is timed at the mean. Casts to FP8 are counted at
 the site that asks for them; casts between 16 and 32 bits ride along in a kernel
 that reads the tensor anyway. Every figure here is modelled, none is measured.
+
+The attention of a layer is one kernel, whose bytes and products are shared out so
+that the sum over sites counts each once. `kv_cache` has the bytes of K and V: those
+that a decode step reads, those that are written for the new tokens, and those that
+stay in memory. `attn_scores` has the products of QKᵀ and the bytes of Q,
+`attn_values` the products of PV and the bytes of the output. The shares add up to a
+little more than the kernel, in which products hide behind the cache at decode (0.4 %
+of its time for each query head that shares a KV head, on an H100) and, at prefill,
+reading K and V hides behind the products: there it is free.
 """
 
 import math
@@ -125,9 +134,8 @@ class _Step:
         return self.sequences * self.queries
 
     def keys(self, window: int | None) -> float:
-        """Tokens of one sequence whose K and V are read."""
-        seen = self.context if window is None else min(self.context, window)
-        return seen if self.queries == 1 else self.context
+        """Tokens of one sequence whose K and V a decode step reads."""
+        return self.context if window is None else min(self.context, window)
 
     def pairs(self, window: int | None) -> float:
         """Query-key pairs of one sequence under a causal mask."""
@@ -206,16 +214,12 @@ def _linear_s(
 def _attention_s(
     shape: SiteShape, choice: Choice, device: Device, step: _Step, row_bytes: int
 ) -> float:
-    """One of the two GEMMs in the fused kernel, which read half of the cache each.
+    """One of the two GEMMs in the fused kernel, without the cache.
 
     `row_bytes` is the size of an element of Q, or of the output.
     """
-    cached = shape.kv_heads * shape.head_dim * size_bytes(_stored(choice).format)
     width = shape.heads * shape.head_dim
-    moved = (
-        step.sequences * step.keys(shape.window) * cached
-        + step.tokens * width * row_bytes
-    )
+    moved = step.tokens * width * row_bytes
     flops = 2 * step.sequences * step.pairs(shape.window) * width
     return _kernel_s(flops, moved, _peak(device, choice), device)
 
@@ -235,8 +239,23 @@ def _scores_s(
 def _values_s(
     shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
 ) -> float:
-    """PV. P is narrowed in registers and V as it enters the cache: neither is a pass."""
+    """PV. P is narrowed in registers: no pass."""
     return _attention_s(shape, choice, device, step, size_bytes(choice.output))
+
+
+def _cache_row_bytes(shape: SiteShape, choice: Choice) -> int:
+    """Bytes of K and V of one token. Their scales, static, are a few bytes a layer."""
+    element = size_bytes(choice.input.format) + size_bytes(_stored(choice).format)
+    return shape.kv_heads * shape.head_dim * element
+
+
+def _cache_s(
+    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
+) -> float:
+    """K and V written for each token, narrowed on the way, and read by a decode step."""
+    read = step.sequences * step.keys(shape.window) if step.queries == 1 else 0
+    moved = (read + step.tokens) * _cache_row_bytes(shape, choice)
+    return _kernel_s(0, moved, 1.0, device)
 
 
 def _softmax_s(
@@ -281,6 +300,7 @@ _SECONDS: Mapping[Component, _Seconds] = MappingProxyType(
     {
         **dict.fromkeys((*LINEAR, Component.ROUTER), _linear_s),
         Component.EMBEDDINGS: _embeddings_s,
+        Component.KV_CACHE: _cache_s,
         Component.ATTN_SCORES: _scores_s,
         Component.ATTN_SOFTMAX: _softmax_s,
         Component.ATTN_VALUES: _values_s,
@@ -288,16 +308,14 @@ _SECONDS: Mapping[Component, _Seconds] = MappingProxyType(
         Component.NORMS: _elementwise_s,
     }
 )
-_CACHED = (Component.ATTN_SCORES, Component.ATTN_VALUES)  # K, and V
 
 
 def _kv_bytes(shape: SiteShape, choice: Choice, workload: Workload) -> int:
-    if shape.site.component not in _CACHED:
+    if shape.site.component is not Component.KV_CACHE:
         return 0
     tokens = workload.prompt_tokens + workload.output_tokens
     held = tokens if shape.window is None else min(tokens, shape.window)
-    rows = workload.batch_size * held * shape.kv_heads
-    return rows * shape.head_dim * size_bytes(_stored(choice).format)
+    return workload.batch_size * held * _cache_row_bytes(shape, choice)
 
 
 def site_cost(

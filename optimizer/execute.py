@@ -59,18 +59,24 @@ class Reference:
         return self.elementwise(part.site, Role.OUTPUT, y)
 
     def attention(self, step: AttentionStep) -> Tensor:
-        """Return (batch, heads, tokens, head_dim) in the four steps of design §4."""
-        scores, softmax, values = (
+        """Return (batch, heads, tokens, head_dim) in the four steps of design §4.
+
+        QKᵀ and PV read what the cache gives back, the tokens just computed included.
+        """
+        cache, scores, softmax, values = (
             Site(step.layer, c)
             for c in (
+                Component.KV_CACHE,
                 Component.ATTN_SCORES,
                 Component.ATTN_SOFTMAX,
                 Component.ATTN_VALUES,
             )
         )
         groups = step.query.shape[1] // step.key.shape[1]
+        key = self.elementwise(cache, Role.INPUT, step.key)
+        value = self.elementwise(cache, Role.WEIGHT, step.value)
         q = self.tap(scores, Role.INPUT, step.query)
-        k = shared(self.tap(scores, Role.WEIGHT, step.key), groups)
+        k = shared(self.tap(scores, Role.WEIGHT, key), groups)
         s = multiply(q, (k[0].transpose(2, 3), k[1])) * step.scaling
         if step.softcap is not None:
             s = torch.tanh(s / step.softcap) * step.softcap
@@ -78,7 +84,7 @@ class Reference:
         if step.mask is not None:
             s = s + step.mask
         p = self.elementwise(softmax, Role.OUTPUT, s.softmax(dim=-1))
-        v = shared(self.tap(values, Role.WEIGHT, step.value), groups)
+        v = shared(self.tap(values, Role.WEIGHT, value), groups)
         out = multiply(self.tap(values, Role.INPUT, p), v)
         return self.elementwise(values, Role.OUTPUT, out)
 

@@ -53,6 +53,10 @@ _FP8_WEIGHTS = frozenset(
     {"8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "gfx942", "Gaudi3 (HL-325L)"}
 )
 _FP8_ATTENTION = frozenset({"9.0", "10.0"})  # FlashAttention-3; Transformer Engine
+# Where a kernel keeps K and V in FP8 and widens them as it reads: FlashInfer's, from
+# Ampere on, and AMD's. No unit is needed (vLLM 0.25 docs, issue 4827).
+_FP8_CACHE = frozenset({"8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "gfx942"})
+_HEAD_CACHE = frozenset({"9.0"})  # scales for each head: FlashAttention-3 alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,11 @@ class Device:
     def reads_fp8_weights(self) -> bool:
         """Whether 8-bit weights can be stored and widened on the way in."""
         return self.is_cpu or (self.compute_capability or self.arch) in _FP8_WEIGHTS
+
+    @property
+    def keeps_fp8_cache(self) -> bool:
+        """Whether K and V can be stored in 8 bits and widened on the way in."""
+        return (self.compute_capability or self.arch) in _FP8_CACHE
 
     def multiplies(self, fmt: str) -> bool:
         """Whether the matrix units take `fmt`, in OCP's or in the fnuz encoding."""
@@ -200,10 +209,9 @@ class _Question:
 
     @property
     def is_storage(self) -> bool:
-        """Whether only the weight is narrow, widened before anything is computed."""
-        return self.choice.weight_only or (
-            self.component is Component.EMBEDDINGS and self.choice.is_fp8
-        )
+        """Whether what is narrow is widened before anything is computed."""
+        stored = self.component in (Component.EMBEDDINGS, Component.KV_CACHE)
+        return self.choice.weight_only or (stored and self.choice.is_fp8)
 
     @property
     def is_fp8_linear(self) -> bool:
@@ -247,8 +255,21 @@ def _fp32(q: _Question) -> str | None:
 
 
 def _storage(q: _Question) -> str | None:
+    if q.component is Component.KV_CACHE:
+        return _cache(q)
     if q.is_storage and not q.device.reads_fp8_weights:
         return f"no kernel reads FP8 weights on {q.device.name} ({q.device.arch})"
+    return None
+
+
+def _cache(q: _Question) -> str | None:
+    if not q.choice.is_fp8:
+        return None
+    if not q.device.keeps_fp8_cache:
+        return f"no kernel reads an FP8 cache on {q.device.name} ({q.device.arch})"
+    by_head = q.choice.input.granularity is Granularity.HEAD
+    if by_head and q.device.compute_capability not in _HEAD_CACHE:
+        return f"no kernel on {q.device.name} scales each head of the cache"
     return None
 
 
@@ -284,6 +305,10 @@ def _attention_kernel(q: _Question) -> str | None:
 
 
 def _vllm(q: _Question) -> str | None:
+    if q.component is Component.KV_CACHE and q.narrow == "fp8_e5m2":
+        return "vLLM refuses an e5m2 cache beside FP8 weights, and gives it no scales"
+    if q.component is Component.KV_CACHE:
+        return None
     if q.narrow == "fp8_e5m2":
         return "compressed-tensors, which vLLM loads, has no e5m2"
     if q.choice.is_fp8 and q.component not in LINEAR:
@@ -294,6 +319,8 @@ def _vllm(q: _Question) -> str | None:
 def _transformer_engine(q: _Question) -> str | None:
     if not q.choice.is_fp8:
         return None
+    if q.component is Component.KV_CACHE:
+        return "Transformer Engine keeps its cache in 16 bits"
     if q.is_storage:
         return "Transformer Engine has no weight-only FP8"
     if q.component in (Component.ATTN_SOFTMAX, Component.FFN_ACT):

@@ -111,6 +111,8 @@ def _op(
         return _linear(shape, choice, batch * queries, dtype)
     if component is Component.EMBEDDINGS:
         return _embedding(model, choice, batch * queries, dtype)
+    if component is Component.KV_CACHE:
+        return _cache(shape, dtype, batch * queries)
     if shape.heads:
         return _attention(
             shape, dtype, batch, queries, min(context, shape.window or context)
@@ -139,6 +141,13 @@ def _embedding(model: ModelShape, choice: Choice, rows: int, dtype: torch.dtype)
         return lambda: from_codes(codes[ids], E4M3)
     table = torch.zeros(model.vocab, model.hidden, dtype=dtype)
     return lambda: functional.embedding(ids, table)
+
+
+def _cache(shape: SiteShape, dtype: torch.dtype, rows: int) -> Op:
+    """Write K and V of new tokens. The matmuls, timed themselves, read the cache."""
+    new = torch.zeros(2, rows, shape.kv_heads, shape.head_dim, dtype=dtype)
+    held = torch.zeros_like(new)
+    return lambda: held.copy_(new)
 
 
 def _attention(

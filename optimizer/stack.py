@@ -19,6 +19,7 @@ class Component(StrEnum):
 
     EMBEDDINGS = "embeddings"
     ATTN_QKV = "attn_qkv"
+    KV_CACHE = "kv_cache"
     ATTN_SCORES = "attn_scores"
     ATTN_SOFTMAX = "attn_softmax"
     ATTN_VALUES = "attn_values"
@@ -71,7 +72,8 @@ class Choice:
 
     For QKᵀ and PV `input` is Q or P and `weight` is K or V. Elementwise sites
     (softmax, activation, norms) have no `weight`: they read and write `input`'s
-    format. Embeddings read nothing but their `weight`.
+    format. Embeddings read nothing but their `weight`. Of the KV cache `input` is K
+    and `weight` is V, and `output` is the format that both are stored in.
     """
 
     name: str
@@ -211,6 +213,11 @@ _VALUES_CHOICES = (
     Choice("fp8_e4m3", Precision(_E4M3), Precision(_E4M3), "bf16"),
     Choice("fp8_e5m2", Precision(_E5M2), Precision(_E4M3), "bf16"),
 )
+_CACHE_CHOICES = (
+    *(_same(f) for f in ("fp32", "bf16", "fp16", _E4M3)),
+    Choice("fp8_e4m3_head", Precision(_E4M3, _HEAD), Precision(_E4M3, _HEAD), _E4M3),
+    _same(_E5M2),  # stored, never multiplied: both operands may be e5m2
+)
 _ELEMENTWISE_CHOICES = tuple(_one(f) for f in ("fp32", "bf16", "fp16", _E4M3, _E5M2))
 _HIGH_CHOICES = tuple(_one(f) for f in ("fp32", "bf16", "fp16"))
 _EMBEDDINGS_CHOICES = (
@@ -222,6 +229,7 @@ CHOICES: Mapping[Component, tuple[Choice, ...]] = MappingProxyType(
     {
         Component.EMBEDDINGS: _EMBEDDINGS_CHOICES,
         Component.ATTN_QKV: _LINEAR_CHOICES,
+        Component.KV_CACHE: _CACHE_CHOICES,
         Component.ATTN_SCORES: _SCORES_CHOICES,
         Component.ATTN_SOFTMAX: _ELEMENTWISE_CHOICES,
         Component.ATTN_VALUES: _VALUES_CHOICES,
@@ -256,6 +264,8 @@ def roundings(
             every.append((Role.OUTPUT, Precision(choice.output)))
     elif choice.weight is None:
         every = [(Role.INPUT, choice.input), (Role.OUTPUT, choice.input)]
+    elif component is Component.KV_CACHE:
+        every = [(Role.INPUT, choice.input), (Role.WEIGHT, choice.weight)]
     else:
         every = [
             (Role.INPUT, choice.input),

@@ -239,15 +239,30 @@ def test_lm_head_sees_the_last_position_only() -> None:
 
 
 def test_decode_reads_the_cache_at_the_mean_context() -> None:
-    # Mean context 512 + 128 / 2 = 576 tokens of 2 heads of 64 in 2 bytes, and Q.
-    moved = 576 * 2 * 64 * 2 + 8 * 64 * 2
+    # Mean context 512 + 128 / 2 = 576 tokens of K and V, 2 heads of 64 in 2 bytes,
+    # and the token that is written.
+    moved = (576 + 1) * 2 * 2 * 64 * 2
+    cache = attention(Component.KV_CACHE)
+    assert decode_s(cache, "bf16", ROOF) == pytest.approx(
+        moved / ROOF.bandwidth_bytes_s
+    )
+    # The products, 576 · 8 heads · 64, take longer than Q or the output to move. One
+    # kernel, launched once.
     launch = fit(ROOF).launch_s
-    expected = moved / ROOF.bandwidth_bytes_s
+    expected = 2 * 576 * 8 * 64 / ROOF.peak_flops["bf16"]
+    assert expected > 8 * 64 * 2 / ROOF.bandwidth_bytes_s
     scores, values = (
         attention(c) for c in (Component.ATTN_SCORES, Component.ATTN_VALUES)
     )
     assert decode_s(scores, "bf16", ROOF) == pytest.approx(expected + launch)
-    assert decode_s(values, "bf16", ROOF) == pytest.approx(expected)  # one kernel
+    assert decode_s(values, "bf16", ROOF) == pytest.approx(expected)
+
+
+def test_prefill_writes_the_cache_and_reads_it_behind_the_products() -> None:
+    moved = 512 * 2 * 2 * 64 * 2
+    assert prefill_s(attention(Component.KV_CACHE), "bf16", ROOF) == pytest.approx(
+        moved / ROOF.bandwidth_bytes_s
+    )
 
 
 def test_prefill_counts_the_causal_triangle() -> None:
@@ -267,38 +282,61 @@ def test_a_window_cuts_the_triangle_and_the_cache() -> None:
     assert prefill_s(sliding, "bf16", ROOF, long) == pytest.approx(
         2 * 8 * 64 * pairs / ROOF.peak_flops["bf16"]
     )
-    bf16 = choice_named(Component.ATTN_VALUES, "bf16")
-    held = site_cost(sliding, bf16, H100, long, MODEL).kv_bytes
-    assert held == 1024 * 2 * 64 * 2
-    moved = 1024 * 2 * 64 * 2 + 8 * 64 * 2
-    assert decode_s(sliding, "bf16", ROOF, long) == pytest.approx(
+    cache = attention(Component.KV_CACHE, window=1024)
+    bf16 = choice_named(Component.KV_CACHE, "bf16")
+    held = site_cost(cache, bf16, H100, long, MODEL).kv_bytes
+    assert held == 1024 * 2 * 2 * 64 * 2
+    moved = (1024 + 1) * 2 * 2 * 64 * 2
+    assert decode_s(cache, "bf16", ROOF, long) == pytest.approx(
         moved / ROOF.bandwidth_bytes_s
     )
 
 
+ATTENTION = (Component.KV_CACHE, Component.ATTN_SCORES, Component.ATTN_VALUES)
+
+
 def test_a_long_window_changes_nothing() -> None:
-    for component in (Component.ATTN_SCORES, Component.ATTN_VALUES):
+    for component in ATTENTION:
         wide, open_ = attention(component, window=10_000), attention(component)
         assert decode_s(wide, "bf16") == decode_s(open_, "bf16")
         assert prefill_s(wide, "bf16") == prefill_s(open_, "bf16")
 
 
-def test_the_cache_is_as_wide_as_k_and_v() -> None:
+def test_the_cache_is_as_wide_as_what_is_stored() -> None:
     busy = Workload(batch_size=3, prompt_tokens=100, output_tokens=20)
+    cache = attention(Component.KV_CACHE)
+    for name, width in (("fp32", 4), ("bf16", 2), ("fp8_e4m3", 1), ("fp8_e5m2", 1)):
+        choice = choice_named(Component.KV_CACHE, name)
+        cost = site_cost(cache, choice, H100, busy, MODEL)
+        assert cost.kv_bytes == 3 * 120 * 2 * 2 * 64 * width
+        assert cost.weight_bytes == 0
+
+
+def test_only_the_cache_site_holds_the_cache() -> None:
+    # What QKᵀ and PV compute in says nothing about what is stored.
     for component in (Component.ATTN_SCORES, Component.ATTN_VALUES):
-        for name, width in (("fp32", 4), ("bf16", 2), ("fp8_e4m3", 1), ("fp8_e5m2", 1)):
+        for name in ("bf16", "fp8_e4m3"):
             choice = choice_named(component, name)
-            cost = site_cost(attention(component), choice, H100, busy, MODEL)
-            assert cost.kv_bytes == 3 * 120 * 2 * 64 * width
-            assert cost.weight_bytes == 0
+            assert (
+                site_cost(attention(component), choice, H100, ONE, MODEL).kv_bytes == 0
+            )
 
 
-def test_fp8_attention_pays_off_only_with_a_large_cache() -> None:
+def test_an_fp8_cache_is_read_in_half_the_time() -> None:
+    cache = attention(Component.KV_CACHE)
+    for workload in (ONE, Workload(batch_size=64, prompt_tokens=8192)):
+        wide, half = (decode_s(cache, n, ROOF, workload) for n in ("bf16", "fp8_e4m3"))
+        assert half == pytest.approx(wide / 2)
+        assert decode_s(cache, "fp8_e4m3_head", ROOF, workload) == half
+
+
+def test_fp8_attention_pays_off_only_in_a_long_prompt() -> None:
     scores = attention(Component.ATTN_SCORES)
-    large = Workload(batch_size=64, prompt_tokens=8192)
+    long = Workload(prompt_tokens=32_768)
     assert decode_s(scores, "fp8_e4m3") > decode_s(scores, "bf16")
-    assert decode_s(scores, "fp8_e4m3", H100, large) < decode_s(
-        scores, "bf16", H100, large
+    assert prefill_s(scores, "fp8_e4m3") > prefill_s(scores, "bf16")
+    assert prefill_s(scores, "fp8_e4m3", H100, long) < prefill_s(
+        scores, "bf16", H100, long
     )
 
 

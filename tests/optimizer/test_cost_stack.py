@@ -32,6 +32,7 @@ def layer(index: int) -> list[SiteShape]:
         *(
             SiteShape(site(c), heads=8, kv_heads=2, head_dim=64)
             for c in (
+                Component.KV_CACHE,
                 Component.ATTN_SCORES,
                 Component.ATTN_SOFTMAX,
                 Component.ATTN_VALUES,
@@ -114,7 +115,7 @@ def test_nothing_is_faster_than_the_data_sheet(where: Device) -> None:
             assert math.isfinite(cost.first_token_s + cost.per_token_s)
             assert cost.per_token_s >= least_s(site, choice, where, 1, 1)
             assert cost.first_token_s >= least_s(site, choice, where, 1, 512)
-            # K or V, whole, once a step: at the mean context 576 / 640 of it.
+            # K and V, whole, once a step: at the mean context 576 / 640 of it.
             assert cost.per_token_s * where.bandwidth_bytes_s >= cost.kv_bytes * 0.9
 
 

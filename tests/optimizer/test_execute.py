@@ -14,11 +14,10 @@ from optimizer.execute import (
     WeightCodes,
     round_operand,
 )
-from optimizer.formats import FORMATS, Format
+from optimizer.formats import FORMATS
 from optimizer.matmul import linear_fp8, scaled_product
-from optimizer.model import AttentionStep, LoadedModel
+from optimizer.model import LoadedModel
 from optimizer.quantize import amax, scale_from_amax
-from optimizer.reference import round_to
 from optimizer.sites import LinearPart
 from optimizer.stack import (
     CHOICES,
@@ -34,29 +33,19 @@ from optimizer.stack import (
 )
 from tests.optimizer import tiny
 from tests.optimizer.numbers import assert_same_bits, normal
+from tests.optimizer.steps import (
+    attend,
+    codes_by_hand,
+    heads_amax,
+    rounded,
+    step,
+)
 
 QKV = Site(0, Component.ATTN_QKV)
 SCORES = Site(0, Component.ATTN_SCORES)
 VALUES = Site(0, Component.ATTN_VALUES)
 NARROWED = [c for c in CHOICES[Component.ATTN_QKV] if c.name != "fp32"]
 FP32_ULP = 2.0**-24  # half of one, relative
-
-
-def rounded(x: Tensor, fmt: Format) -> Tensor:
-    """Round float64 numbers by the definition, in one step, one at a time."""
-    values = [round_to(fmt, v) for v in x.double().flatten().tolist()]
-    return torch.tensor(values, dtype=torch.float64).view(x.shape)
-
-
-def codes_by_hand(
-    x: Tensor, precision: Precision, largest: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return codes and scale in float64; `largest` broadcasts against x."""
-    fmt = FORMATS[precision.format]
-    if not fmt.scaled:
-        return rounded(x, fmt), torch.ones((), dtype=torch.float64)
-    scale = scale_from_amax(largest, fmt)  # fp32, as it is stored
-    return rounded(x / scale, fmt), scale.double()
 
 
 def run_linear(
@@ -196,34 +185,6 @@ def narrowest(site: Site) -> str:
 
 
 # Attention
-
-
-def step(tokens: int = 6) -> AttentionStep:
-    """Four query heads in two groups, and a first group 100 times as large."""
-    mask = torch.full((tokens, tokens), torch.finfo(torch.float32).min).triu(1)
-    size = torch.tensor([10.0, 0.1]).view(1, 2, 1, 1)
-    return AttentionStep(
-        layer=0,
-        query=normal(1, 4, tokens, 8, seed=1),
-        key=normal(1, 2, tokens, 8, seed=2) * size,
-        value=normal(1, 2, tokens, 8, seed=3) * size,
-        mask=mask[None, None],
-        scaling=8**-0.5,
-        softcap=None,
-    )
-
-
-def heads_amax(x: Tensor) -> Tensor:
-    return x.abs().amax((0, 2, 3))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attention in float64, query head i with KV head i // 2."""
-    out = []
-    for head in range(4):
-        s = (q[:, head] @ k[:, head // 2].transpose(1, 2)) * scaling + mask[:, 0]
-        out.append(s.softmax(-1) @ v[:, head // 2])
-    return torch.stack(out, dim=1)
 
 
 def run_scores(name: str) -> Tensor:

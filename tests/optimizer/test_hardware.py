@@ -244,6 +244,43 @@ def test_fp8_attention_is_for_hopper_and_data_center_blackwell(
     assert refused(name, Component.ATTN_SOFTMAX, "fp8_e4m3") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "able"),
+    [("v100", False), ("t4", False), ("a100", True), ("h100", True), ("mi300x", True)],
+)
+def test_an_fp8_cache_needs_a_kernel_and_no_unit(name: str, able: bool) -> None:
+    for narrow in ("fp8_e4m3", "fp8_e5m2"):
+        reason = refused(name, Component.KV_CACHE, narrow)
+        assert (reason is None) == able
+        assert able or "no kernel reads an FP8 cache" in str(reason)
+    assert refused(CPU, Component.KV_CACHE, "fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("engine", "e4m3", "e5m2"),
+    [
+        ("any", None, None),
+        ("vllm", None, "vLLM refuses an e5m2 cache"),
+        ("transformer_engine", "in 16 bits", "in 16 bits"),
+        ("torchao", "linear layers", "e4m3 only"),
+    ],
+)
+def test_which_engine_keeps_the_cache_in_fp8(
+    engine: str, e4m3: str | None, e5m2: str | None
+) -> None:
+    for name, said in (("fp8_e4m3", e4m3), ("fp8_e5m2", e5m2)):
+        reason = refused("h100", Component.KV_CACHE, name, engine=engine)
+        assert reason is None if said is None else said in str(reason)
+
+
+def test_a_cache_scale_for_each_head_is_for_hopper() -> None:
+    # vLLM: "currently available only with the Flash Attention backend".
+    for engine in ("any", "vllm"):
+        by_head = refused("h100", Component.KV_CACHE, "fp8_e4m3_head", engine=engine)
+        assert by_head is None
+    assert "each head" in str(refused("a100", Component.KV_CACHE, "fp8_e4m3_head"))
+
+
 def test_a_cpu_stores_fp8_and_has_no_unit_for_it() -> None:
     assert refused(CPU, Component.FFN_IN, "fp8_e4m3_weight_only") is None
     assert refused(CPU, Component.EMBEDDINGS, "fp8_e4m3") is None
@@ -269,11 +306,12 @@ def test_a_format_that_was_not_asked_for_is_refused() -> None:
     )
 
 
-def test_vllm_takes_e4m3_linears_and_nothing_else_narrow() -> None:
+def test_vllm_takes_e4m3_linears_and_caches_and_nothing_else_narrow() -> None:
+    able = LINEAR | {Component.KV_CACHE}
     for component, choices in CHOICES.items():
         for choice in choices:
             reason = refused("h100", component, choice.name, engine="vllm")
-            e4m3 = choice.name.startswith("fp8_e4m3") and component in LINEAR
+            e4m3 = choice.name.startswith("fp8_e4m3") and component in able
             assert (reason is None) == (e4m3 or choice.name in ("fp32", "bf16"))
 
 
@@ -310,8 +348,8 @@ def test_torchao_takes_e4m3_linears() -> None:
 
 
 def test_no_choice_multiplies_e5m2_by_e5m2() -> None:
-    for choices in CHOICES.values():
-        for choice in choices:
+    for component, choices in CHOICES.items():
+        for choice in choices if component is not Component.KV_CACHE else ():
             operands = [choice.input.format, choice.weight and choice.weight.format]
             assert operands != ["fp8_e5m2", "fp8_e5m2"]
 

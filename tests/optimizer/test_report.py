@@ -155,7 +155,8 @@ def test_each_validated_stack_shows_prediction_measurement_and_intervals(
 
 
 def test_the_heat_map_reads_without_color(document: dict[str, Any], page: Page) -> None:
-    letters = {"bf16": "b", "fp8_e4m3_token": "t", "fp8_e4m3_weight_only": "w"}
+    letters = {"bf16": "b", "fp8_e4m3": "8"}
+    letters |= {"fp8_e4m3_token": "t", "fp8_e4m3_weight_only": "w"}
     heads = next(r for r in page.rows["heat"] if r[0] == "layer")
     for site in document["sites"]:
         if site["layer"] is not None:
