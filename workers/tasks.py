@@ -14,13 +14,16 @@ from sqlalchemy.orm import Session
 
 from api import jobs, storage
 from api.db import transaction
-from api.queue import RUN_JOB
+from api.queue import RUN_JOB, RUN_PIECES
 from api.settings import settings
 from api.storage import Stored
 from api.transitions import Claim
 from optimizer.errors import Cancelled, OptimizerError
+from optimizer.pieces import Compute, Pieces
+from optimizer.spec import OptimizeSpec
 from workers.app import app
 from workers.beat import Beat, Progress
+from workers.pieces import Shared, assist
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ Document = dict[str, Any]
 def run_job(job_id: str) -> None:
     """Run one job to its end. Safe to call twice: the second finds it taken."""
     with transaction() as session:
-        claim = jobs.claim(session, job_id, f"{socket.gethostname()}:{os.getpid()}")
+        claim = jobs.claim(session, job_id, _name())
     if claim is None:
         logger.info("job %s is taken or finished", job_id)
         return
@@ -57,6 +60,17 @@ def run_job(job_id: str) -> None:
             logger.exception("job %s failed in %s", job_id, meter.phase)
             problem = explain(error, meter.phase)
             _close(claim, lambda session: jobs.fail(session, claim, problem))
+
+
+@app.task(name=RUN_PIECES)
+def run_pieces(job_id: str) -> None:
+    """Help a running job. Safe to call twice: the second finds no piece."""
+    count = assist(job_id, _name(), _work)
+    logger.info("job %s: %d pieces computed here", job_id, count)
+
+
+def _name() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Meter:
@@ -115,16 +129,27 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _optimize(claim: Claim, meter: Meter, beat: Beat) -> Document:
     beat.tell(meter.read("load", 0.0))
-    import torch  # seconds, and never in the parent
-
+    _prepare()
     from optimizer.run import optimize
-
-    torch.set_num_threads(settings().threads or os.cpu_count() or 1)
 
     def progress(phase: str, fraction: float, detail: str = "") -> None:
         beat.tell(meter.read(phase, fraction))
 
-    return optimize(claim.spec, progress)
+    return optimize(claim.spec, progress, Shared(claim, beat, _name()))
+
+
+def _work(spec: OptimizeSpec, pieces: Pieces) -> Compute:
+    """Load what a job's pieces need, as far as they do."""
+    _prepare()
+    from optimizer.work import Work
+
+    return Work(spec, pieces).compute
+
+
+def _prepare() -> None:
+    import torch  # seconds, and never in the parent
+
+    torch.set_num_threads(settings().threads or os.cpu_count() or 1)
 
 
 def _finalize(claim: Claim, document: Document) -> None:

@@ -17,6 +17,7 @@ from api import auth, db, jobs, settings, storage
 from api.models import Artifact, Job, JobEvent, Status
 from api.transitions import Claim
 from optimizer.errors import DatasetError
+from optimizer.pieces import Pieces
 from optimizer.spec import OptimizeSpec
 from tests.optimizer.example_document import example_document
 from workers import app, tasks
@@ -26,7 +27,8 @@ from workers.tasks import Meter, run_job
 SPEC = OptimizeSpec("tiny", "/models/tiny", "0" * 64, "h100")
 DOCUMENT = example_document(layers=2)
 
-Optimize = Callable[[OptimizeSpec, Callable[..., None]], Any]
+Progressing = Callable[..., None]
+Optimize = Callable[[OptimizeSpec, Progressing, Pieces], Any]
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def claimed(job_id: str) -> Claim:
 
 
 def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
-    optimizer(lambda spec, progress: DOCUMENT)
+    optimizer(lambda spec, progress, pieces: DOCUMENT)
     job_id = submit()
     run_job(job_id)
     job = read(job_id)
@@ -104,7 +106,7 @@ def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
 
 def test_the_second_bell_finds_the_job_taken(optimizer: Any) -> None:
     calls: list[OptimizeSpec] = []
-    optimizer(lambda spec, progress: calls.append(spec) or DOCUMENT)
+    optimizer(lambda spec, progress, pieces: calls.append(spec) or DOCUMENT)
     job_id = submit()
     run_job(job_id)
     run_job(job_id)
@@ -113,7 +115,7 @@ def test_the_second_bell_finds_the_job_taken(optimizer: Any) -> None:
 
 
 def test_a_refusal_of_the_optimizer_reaches_the_owner_in_full(optimizer: Any) -> None:
-    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> None:
+    def optimize(spec: OptimizeSpec, progress: Progressing, pieces: Pieces) -> None:
         progress("calibrate", 0.0, "")
         raise DatasetError("3 samples, 16 are needed")
 
@@ -133,7 +135,7 @@ def test_a_refusal_of_the_optimizer_reaches_the_owner_in_full(optimizer: Any) ->
 def test_a_defect_is_logged_and_its_secrets_stay_in_the_log(
     optimizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> None:
+    def optimize(spec: OptimizeSpec, progress: Progressing, pieces: Pieces) -> None:
         raise KeyError("password=hunter2")
 
     optimizer(optimize)
@@ -165,7 +167,7 @@ def test_memory_that_ran_out_is_named(error: BaseException) -> None:
 
 
 def test_a_report_that_is_not_json_is_no_success(optimizer: Any) -> None:
-    optimizer(lambda spec, progress: {**DOCUMENT, "limits": [float("nan")]})
+    optimizer(lambda spec, progress, pieces: {**DOCUMENT, "limits": [float("nan")]})
     job_id = submit()
     run_job(job_id)
     assert read(job_id).status is Status.FAILED
@@ -176,7 +178,7 @@ def test_a_cancel_is_seen_within_five_seconds(optimizer: Any) -> None:
     cancelled_at = 0.0
     job_id = submit()
 
-    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> None:
+    def optimize(spec: OptimizeSpec, progress: Progressing, pieces: Pieces) -> None:
         nonlocal cancelled_at
         progress("sweep", 0.1, "")
         cancel(job_id)
@@ -195,7 +197,7 @@ def test_a_cancel_is_seen_within_five_seconds(optimizer: Any) -> None:
 def test_a_worker_given_up_for_dead_changes_nothing(optimizer: Any) -> None:
     job_id = submit()
 
-    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> Any:
+    def optimize(spec: OptimizeSpec, progress: Progressing, pieces: Pieces) -> Any:
         with db.transaction() as session:  # another gave us up, and a third began
             session.get_one(Job, job_id).status = Status.QUEUED
         claimed(job_id)
@@ -212,7 +214,7 @@ def test_a_job_beats_while_one_long_kernel_runs(optimizer: Any) -> None:
     leases: list[Any] = []
     job_id = submit()
 
-    def optimize(spec: OptimizeSpec, progress: Callable[..., None]) -> Any:
+    def optimize(spec: OptimizeSpec, progress: Progressing, pieces: Pieces) -> Any:
         for _ in range(2):
             leases.append(read(job_id).lease_expires_at)
             time.sleep(0.7)  # the beat looks up every half second
