@@ -144,6 +144,11 @@ class WeightCodes:
     def __init__(self, model: LoadedModel) -> None:
         self._siblings = model.parts
         self._made: dict[tuple[str, Precision], Operand] = {}
+        model.residency.on_release(self.drop)  # a stage's weights go: so do these
+
+    def drop(self) -> None:
+        """Forget what was made; it is made again when it is asked for."""
+        self._made.clear()
 
     def get(self, part: LinearPart, precision: Precision) -> Operand:
         """Return codes (out, in) and scale, () or (out, 1)."""
@@ -166,7 +171,8 @@ class WeightCodes:
         if granularity is not Granularity.TENSOR:
             return amax(part.weight, granularity)
         # Engines fuse siblings (q, k, v; gate, up) into one matrix with one scale.
-        each = [p.weight.abs().amax() for p in self._siblings[part.site]]
+        fused = [p for p in self._siblings[part.site] if p.group == part.group]
+        each = [p.weight.abs().amax() for p in fused]
         return torch.stack(each).amax()
 
 

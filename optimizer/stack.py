@@ -121,7 +121,8 @@ class Site:
 class SiteShape:
     """What a site moves and multiplies. Elements, not bytes.
 
-    A linear site has `k` inputs and `n` outputs (fused siblings added up);
+    A linear site has `k` inputs and `n` outputs (fused siblings added up; of experts
+    only those that one token goes through, so n · k is what it reads);
     `gemms` is how many separate kernels an engine launches for it (1 if fused).
     Attention sites use `heads`, `kv_heads`, `head_dim` and `window` (None: the
     whole context). `elements` is what an elementwise site handles per token.
@@ -137,6 +138,7 @@ class SiteShape:
     window: int | None = None
     elements: int = 0
     parts: tuple[int, ...] = ()  # output rows of each fused sibling
+    active_share: float = 1.0  # of `weight_elements`, that one token reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +240,7 @@ CHOICES: Mapping[Component, tuple[Choice, ...]] = MappingProxyType(
         Component.FFN_ACT: _ELEMENTWISE_CHOICES,
         Component.FFN_OUT: _LINEAR_CHOICES,
         Component.NORMS: _HIGH_CHOICES,
-        Component.ROUTER: _HIGH_CHOICES,
+        Component.ROUTER: tuple(_same(f) for f in ("fp32", "bf16", "fp16")),
         Component.LM_HEAD: _LINEAR_CHOICES,
     }
 )
