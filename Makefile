@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo model serve test lint format bench clean
+.PHONY: help install demo model serve test lint format bench peers clean
 
 help: ## Print every target
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ else
 	@ls tests/bench | sed -n 's/^\([a-z][a-z_]*\)\.py$$/  make bench NAME=\1/p'
 endif
 
+# A second environment: the peers want other packages than the product does.
+peers: ## Make .venv-peers, which tests.bench.peers compares with
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -q 'torch<2.14' '.[peers]'
+	.venv-peers/bin/python -m pip install -q --no-deps aimet-torch==2.42.0
+
 clean: ## Remove .venv and caches; the data stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

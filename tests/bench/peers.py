@@ -1,0 +1,316 @@
+"""Our choice of narrow layers beside that of four other tools, on the same tokens.
+
+    make peers                                 # once: their own virtual environment
+    python -m tests.bench.peers                # everything: three draws, the better part of an hour
+    python -m tests.bench.peers --draws 1 --skip AIMET,'modelopt kl_div'
+
+Everybody gets the demo model in float32, the same calibration sequences and the same
+mean bits of a weight (matrices of the layers, lm_head aside), and says which matrices
+get 8 bits. Held-out tokens of other documents are run by one evaluator, ours. The
+figures are KL(float32 ‖ stack) in nats per token, averaged over the draws, with block
+bootstrap intervals over tokens. Peers' answers are kept in a folder: a run that was
+broken off goes on from there.
+
+Table 1, assignment only: per-tensor static e4m3 for weights and inputs, whoever chose.
+Table 2, whole product: our granularities, operands and rounding at the same bits of a
+weight, beside the same peers' stacks as in table 1. "Weight-only" leaves inputs in
+bf16 (decoding with a small batch gains as much), "FP8 inputs" has 8-bit inputs
+wherever weights have 8 bits.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from optimizer import model, tokens
+from optimizer.calibrate import amaxes, calibrate
+from optimizer.compensate import compensate
+from optimizer.execute import Amaxes, Operand, Reference, Stacked, WeightCodes
+from optimizer.hessians import Hessians
+from optimizer.metrics import logits_kl_nats
+from optimizer.model import LoadedModel
+from optimizer.sensitivity import measure
+from optimizer.sites import LinearPart
+from optimizer.stack import (
+    Choice,
+    Granularity,
+    Precision,
+    Site,
+    Stack,
+    choice_named,
+)
+from optimizer.walk import Activations
+from tests.bench.peers_tools import matrices
+from tests.bench.peers_tools.environment import PEERS, Answer, ask
+from tests.bench.peers_tools.tables import (
+    APART,
+    BASELINES,
+    FUSED,
+    OURS,
+    Key,
+    Report,
+    Values,
+)
+from workers import demo
+
+SEQUENCE_TOKENS = 128
+BATCH = 8  # sequences that run together: no scale of any stack spans two tokens
+NARROW = "fp8_e4m3"  # per tensor, static: what table 1 is about
+WIDE = "bf16"
+MODES = {"weight-only": "fp8_e4m3_weight_only", "FP8 inputs": "fp8_e4m3_token"}
+COMPENSATED = ", compensated"
+WHOLE = [f"ours, {mode}{more}" for mode in MODES for more in ("", COMPENSATED)]
+
+
+@dataclass(slots=True, eq=False)
+class Draw:
+    """What is decided from one set of calibration sequences."""
+
+    amaxes: Amaxes
+    stacks: dict[Key, tuple[Stack, WeightCodes]] = field(default_factory=dict)
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # clock, cpu
+    bits: dict[Key, float] = field(default_factory=dict)  # as it came out
+
+
+@dataclass(slots=True, eq=False)
+class Bench:
+    """The model, its matrices and what everything is measured on."""
+
+    loaded: LoadedModel
+    folder: Path
+    sites: dict[str, Site]
+    sizes: dict[str, int]
+    weights: WeightCodes
+    bits: Sequence[float]
+    held_out: Sequence[Tensor]
+
+    @property
+    def groups(self) -> dict[str, object]:
+        """Return what engines fuse, by the name of the matrix."""
+        return {name: matrices.group(site) for name, site in self.sites.items()}
+
+
+def main() -> None:
+    arguments = parse()
+    bench = load(arguments)
+    calibration = read(arguments).calibration.sequences
+    peers = [p for p in PEERS if p.name not in arguments.skip]
+    console = Console()
+    draws: list[Draw] = []
+    kl: list[dict[Key, Values]] = []
+    for number in range(arguments.draws):
+        first = number * arguments.sequences
+        sequences = calibration[first : first + arguments.sequences]
+        answers = {}
+        for peer in peers:
+            if peer.slow and number >= arguments.slow_draws:
+                continue
+            with console.status(f"draw {number + 1}: {peer.name}"):
+                answers[peer.name] = ask(
+                    peer, bench.folder, sequences, bench.bits, arguments.kept
+                )
+        with console.status(f"draw {number + 1}: ours"):
+            draws.append(decide(bench, sequences, answers, seed=number))
+        kl.append(evaluate(bench, draws[-1], f"draw {number + 1}"))
+    report = Report(
+        bits=bench.bits,
+        peers=[p.name for p in peers],
+        whole=WHOLE,
+        kl=kl,
+        seconds=[draw.seconds for draw in draws],
+    )
+    report.show(console)
+    print(json.dumps(report.figures()))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--slow-draws", type=int, default=3, help="of slow peers")
+    parser.add_argument("--sequences", type=int, default=8, help="of 128, to calibrate")
+    parser.add_argument("--held-out", type=int, default=24, help="sequences of 128")
+    parser.add_argument("--distribution", default="web_text")
+    parser.add_argument("--data-dir", type=Path, default=Path("var"))
+    parser.add_argument("--kept", type=Path, help="where peers' answers are kept")
+    parser.add_argument("--bits", type=numbers, default=[9.0, 10.0, 12.0])
+    parser.add_argument(
+        "--skip", type=lambda text: text.split(","), default=[], help="peers by name"
+    )
+    arguments = parser.parse_args()
+    arguments.kept = arguments.kept or arguments.data_dir / "bench" / "peers"
+    return arguments
+
+
+def numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+def read(arguments: argparse.Namespace) -> tokens.Tokens:
+    return tokens.read(
+        demo.demo_model(arguments.data_dir),
+        arguments.distribution,
+        None,
+        calibration_tokens=arguments.draws * arguments.sequences * SEQUENCE_TOKENS,
+        validation_tokens=arguments.held_out * SEQUENCE_TOKENS,
+        sequence_tokens=SEQUENCE_TOKENS,
+    )
+
+
+def load(arguments: argparse.Namespace) -> Bench:
+    folder = demo.demo_model(arguments.data_dir)
+    loaded = model.load(folder)
+    sites = matrices.split(loaded)
+    return Bench(
+        loaded=loaded,
+        folder=folder,
+        sites=sites,
+        sizes=matrices.linear_sites(loaded),
+        weights=WeightCodes(loaded),
+        bits=arguments.bits,
+        held_out=read(arguments).validation.sequences,
+    )
+
+
+# --- who decides what ----------------------------------------------------------
+
+
+def decide(
+    bench: Bench, sequences: Sequence[Tensor], answers: Mapping[str, Answer], seed: int
+) -> Draw:
+    """Turn everybody's choice into stacks of the same evaluator."""
+    start = now()
+    largest, gains = sensitivities(bench, sequences, [NARROW], seed)
+    matrices.least(gains[NARROW], bench.sizes, bench.bits[0], bench.groups)
+    seconds, cpu = (a - b for a, b in zip(now(), start, strict=True))
+    draw = Draw(largest)
+    draw.seconds[OURS] = seconds, cpu
+    for name, answer in answers.items():
+        draw.seconds[name] = answer.seconds, answer.cpu_seconds
+        for bits in bench.bits:
+            keep(bench, draw, name, bits, answer.narrow[bits])
+    for bits in bench.bits:
+        apart = {name: name for name in bench.sizes}
+        ours = matrices.least(gains[NARROW], bench.sizes, bits, bench.groups)
+        keep(bench, draw, FUSED, bits, ours)
+        each = matrices.least(gains[NARROW], bench.sizes, bits, apart)
+        keep(bench, draw, APART, bits, each)
+        layers = len(bench.loaded.layers)
+        ends = matrices.ends_last(bench.sizes, layers, bits)
+        some = matrices.at_random(bench.sizes, bits, seed)
+        for name, names in zip(BASELINES, (ends, some), strict=True):
+            keep(bench, draw, name, bits, names)
+    _, gains = sensitivities(bench, sequences, list(MODES.values()), seed)
+    compensated = Compensated(bench, sequences)
+    for mode, choice in MODES.items():
+        for bits in bench.bits:
+            names = matrices.least(gains[choice], bench.sizes, bits, bench.groups)
+            keep(bench, draw, f"ours, {mode}", bits, names, choice)
+            stack, _ = draw.stacks[f"ours, {mode}", bits]
+            draw.stacks[f"ours, {mode}{COMPENSATED}", bits] = stack, compensated
+    for choice in (WIDE, "fp8_e5m2", NARROW):
+        keep(bench, draw, f"everything {choice}", 0.0, list(bench.sizes), choice)
+    return draw
+
+
+def keep(
+    bench: Bench,
+    draw: Draw,
+    name: str,
+    bits: float,
+    narrow: Sequence[str] | frozenset[str],
+    choice: str = NARROW,
+) -> None:
+    """Note a stack that narrows these matrices."""
+    narrowed = {
+        bench.sites[n]: choice_named(bench.sites[n].component, choice) for n in narrow
+    }
+    stack = matrices.assign(bench.sites, narrowed, WIDE)
+    draw.stacks[name, bits] = stack, bench.weights
+    draw.bits[name, bits] = matrices.mean_bits(bench.sizes, narrow)
+
+
+class Compensated(WeightCodes):
+    """The matrices of `MODES`, rounded so that columns make up for earlier ones."""
+
+    def __init__(self, bench: Bench, sequences: Sequence[Tensor]) -> None:
+        super().__init__(bench.loaded)
+        self._bench = bench
+        hessians = Hessians(set(bench.sites.values()))
+        with torch.no_grad():
+            for ids in sequences:
+                bench.loaded.forward(ids, hessians)
+        precision = Precision("fp8_e4m3", Granularity.CHANNEL)
+        self._codes: dict[tuple[str, Precision], Operand] = {}
+        for site in bench.sites.values():
+            parts = bench.loaded.parts[site]
+            for key, made in compensate(
+                parts, hessians, precision, bench.weights
+            ).items():
+                self._codes[key] = made.codes, made.scale
+
+    def get(self, part: LinearPart, precision: Precision) -> Operand:
+        """Return the compensated codes where there are some."""
+        found = self._codes.get((part.name, precision))
+        return self._bench.weights.get(part, precision) if found is None else found
+
+
+def sensitivities(
+    bench: Bench, sequences: Sequence[Tensor], names: Sequence[str], seed: int
+) -> tuple[Amaxes, dict[str, dict[str, float]]]:
+    """Return what every matrix loses to each choice, beyond what `WIDE` loses."""
+    kept = Activations()
+    largest = amaxes(calibrate(bench.loaded, sequences, kept=kept))
+    wanted: dict[Site, list[Choice]] = {
+        site: [choice_named(site.component, name) for name in (WIDE, *names)]
+        for site in bench.sites.values()
+    }
+    losses = measure(
+        bench.loaded, sequences, wanted, largest, bench.weights, seed=seed, kept=kept
+    )
+
+    def loss(site: Site, name: str) -> float:
+        return losses[site, choice_named(site.component, name)].kl_nats
+
+    return largest, {
+        name: {m: loss(s, name) - loss(s, WIDE) for m, s in bench.sites.items()}
+        for name in names
+    }
+
+
+def now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+@torch.no_grad()
+def evaluate(bench: Bench, draw: Draw, title: str) -> dict[Key, Values]:
+    """Return KL in nats of every held-out token, by stack."""
+    executors = {
+        key: Stacked(stack, draw.amaxes, weights)
+        for key, (stack, weights) in draw.stacks.items()
+    }
+    kl: dict[tuple[str, float], list[Values]] = {key: [] for key in executors}
+    batches = torch.cat(list(bench.held_out)).split(BATCH)
+    with Progress() as bar:
+        task = bar.add_task(title, total=len(executors) * len(batches))
+        for ids in batches:
+            reference = bench.loaded.forward(ids, Reference())
+            p = reference.softmax(dim=-1)
+            for key, executor in executors.items():
+                logits = bench.loaded.forward(ids, executor)
+                values = logits_kl_nats(reference, logits, p).double()
+                kl[key].append(values.numpy().ravel())
+                bar.advance(task)
+    return {key: np.concatenate(values) for key, values in kl.items()}
+
+
+if __name__ == "__main__":
+    main()
