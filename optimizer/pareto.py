@@ -41,3 +41,22 @@ def knee(front: Points) -> int:
     scaled = (front - low) / np.where(high > low, high - low, 1.0)
     # On the chord x + y = 1, so 1 - x - y is the distance below it, times √2.
     return int(np.argmax(np.round(1.0 - scaled.sum(axis=1), 12)))
+
+
+def hypervolume_3d(front: Points, reference: tuple[float, float, float]) -> float:
+    """Volume that `front` (n, 3) dominates below the `reference` point. O(n² log n).
+
+    Slabs along the third axis: each has the area that the points up to it dominate.
+    Raises ValueError if a point lies beyond the reference.
+    """
+    front = front[np.argsort(front[:, 2], kind="stable")]
+    if not (front <= reference).all():
+        raise ValueError(f"a point lies beyond the reference point {reference}")
+    tops = np.append(front[:, 2], reference[2])[1:]
+    return float(
+        sum(
+            (top - z) * hypervolume_2d(front[: i + 1, :2], reference[:2])
+            for i, (z, top) in enumerate(zip(front[:, 2], tops, strict=True))
+            if top > z
+        )
+    )

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from optimizer.pareto import hypervolume_2d, knee, pareto_mask
+from optimizer.pareto import hypervolume_2d, hypervolume_3d, knee, pareto_mask
 
 
 def test_front_of_a_staircase() -> None:
@@ -37,6 +37,28 @@ def test_hypervolume_against_darts(seed: int) -> None:
 def test_reference_point_must_be_worst() -> None:
     with pytest.raises(ValueError, match="beyond the reference"):
         hypervolume_2d(np.array([[2.0, 0.0]]), (1.0, 1.0))
+
+
+def test_hypervolume_of_two_boxes_by_hand() -> None:
+    # 2·2·2 below (1, 1, 1), and 3·1·1 below (0, 2, 2), of which 2·1·1 is in both.
+    points = np.array([[1.0, 1.0, 1.0], [0.0, 2.0, 2.0]])
+    assert hypervolume_3d(points, (3.0, 3.0, 3.0)) == 8.0 + 3.0 - 2.0
+    assert hypervolume_3d(points[:1], (3.0, 3.0, 1.0)) == 0.0
+    assert hypervolume_3d(np.empty((0, 3)), (3.0, 3.0, 3.0)) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hypervolume_in_three_axes_against_darts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    points, darts = rng.random((15, 3)), rng.random((200_000, 3))
+    points[3, 2] = points[4, 2]  # equal in the axis that is swept
+    hit = (points[:, None] <= darts).all(axis=-1).any(axis=0).mean()
+    assert hypervolume_3d(points, (1.0, 1.0, 1.0)) == pytest.approx(hit, abs=4.5e-3)
+
+
+def test_the_reference_point_is_worst_in_three_axes_too() -> None:
+    with pytest.raises(ValueError, match="beyond the reference"):
+        hypervolume_3d(np.array([[0.0, 0.0, 2.0]]), (1.0, 1.0, 1.0))
 
 
 def test_knee_is_where_the_curve_bends() -> None:
