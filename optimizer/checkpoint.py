@@ -5,6 +5,7 @@ with the model. What is refused is refused by file name, with what to do about i
 """
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,18 +14,14 @@ from types import MappingProxyType
 from typing import Any
 
 from optimizer.errors import ModelError
+from optimizer.folder import INDEX, inside, read_json, refuse_links_out, tensors
 from optimizer.quantized import (
     CodeScale,
     beside,
     refuse_unreadable_method,
     scales,
 )
-from optimizer.weights import (
-    StoredTensor,
-    read_header,
-    refuse_non_finite,
-    strict_json,
-)
+from optimizer.weights import StoredTensor, refuse_non_finite, same_bytes
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -36,12 +33,20 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Gemma3ForCausalLM": "gemma3_text",
         "Phi3ForCausalLM": "phi3",
         "GPT2LMHeadModel": "gpt2",
+        "GPTNeoXForCausalLM": "gpt_neox",
+        "FalconForCausalLM": "falcon",
+        "MptForCausalLM": "mpt",
+        "MixtralForCausalLM": "mixtral",
+        "Qwen2MoeForCausalLM": "qwen2_moe",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "BertForMaskedLM": "bert",
+        "RobertaForMaskedLM": "roberta",
+        "DistilBertForMaskedLM": "distilbert",
     }
 )
 """The classes that may be built, with the `model_type` each goes with."""
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 # What decides tokens and text; each counts for the fingerprint where it is there.
@@ -54,11 +59,24 @@ SMALL_FILES = (
     "chat_template.jinja",
     INDEX,
 )
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
 MAX_CONFIG_BYTES = 1 << 20
-MAX_INDEX_BYTES = 64 << 20
-MAX_SHARDS = 1_000
 READ_BYTES = 8 << 20
+# Sizes under the names that the architectures give them.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+ROWS = ("vocab_size",)
+COLUMNS = ("hidden_size", "n_embd", "d_model", "dim")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.")
+EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+)
+HEADS = ("lm_head.weight", "embed_out.weight", "decoder.weight", "projector.weight")
+NOT_OF_CONFIG = (
+    "The weights are not those of config.json: save the model again with transformers, "
+    "save_pretrained(folder)"
+)
 
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16"}
 _DTYPE_NAMES |= {"BF16": "bfloat16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
@@ -96,15 +114,16 @@ def inspect(folder: Path) -> Checkpoint:
     """
     if not folder.is_dir():
         raise ModelError(f"no model folder {folder.name!r}")
-    _refuse_links_out(folder)
+    refuse_links_out(folder)
     config = _config(folder)
     architecture = _architecture(config)
     _require_tokenizer(folder)
-    tensors = _tensors(folder)
-    code_scales = scales(tensors, config)
-    others = beside(tensors, code_scales)
+    found, said = tensors(folder)
+    code_scales = scales(found, config)
+    others = beside(found, code_scales)
+    _refuse_other_sizes(config, found)
     dtype_bytes: Counter[str] = Counter()
-    for tensor in tensors.values():
+    for tensor in found.values():
         dtype_bytes[tensor.dtype] += tensor.stored_bytes
     declared = _declared_dtype(config)
     return Checkpoint(
@@ -112,21 +131,30 @@ def inspect(folder: Path) -> Checkpoint:
         architecture=architecture,
         model_type=ARCHITECTURES[architecture],
         config=MappingProxyType(config),
-        files=tuple(sorted({t.file for t in tensors.values()})),
-        tensors=MappingProxyType(tensors),
+        files=tuple(sorted({t.file for t in found.values()})),
+        tensors=MappingProxyType(found),
         scales=MappingProxyType(code_scales),
         beside=others,
-        parameters=sum(t.elements for n, t in tensors.items() if n not in others),
+        parameters=sum(t.elements for n, t in found.items() if n not in others),
         stored_bytes=dtype_bytes.total(),
         dtype_bytes=MappingProxyType(dict(dtype_bytes)),
         declared_dtype=declared,
-        warnings=(*_dtype_warnings(declared, dtype_bytes), *_fp8_warnings(code_scales)),
+        warnings=(
+            *said,
+            *_dtype_warnings(declared, dtype_bytes),
+            *_fp8_warnings(code_scales),
+        ),
     )
 
 
 def check_values(checkpoint: Checkpoint) -> None:
-    """Read all weights; raise NonFiniteError, naming tensor and file, at inf or NaN."""
+    """Read all weights and refuse what no header shows.
+
+    Raises NonFiniteError, naming tensor and file, at inf or NaN, and ModelError where
+    the config ties two tensors that differ.
+    """
     refuse_non_finite(checkpoint.folder, checkpoint.tensors)
+    _refuse_forced_apart(checkpoint)
 
 
 def longest_sequence(folder: Path) -> int | None:
@@ -134,9 +162,14 @@ def longest_sequence(folder: Path) -> int | None:
 
     Raises ModelError where the config cannot be read.
     """
-    config = _read_json(folder, CONFIG, MAX_CONFIG_BYTES)
-    found = config.get("max_position_embeddings", config.get("n_positions"))
-    return found if type(found) is int and found > 0 else None
+    config = read_json(folder, CONFIG, MAX_CONFIG_BYTES)
+    every = [config[name] for name in CONTEXT_NAMES if name in config]
+    if not every or type(every[0]) is not int or every[0] <= 0:
+        return None
+    padding = config.get("pad_token_id", 1)
+    if config.get("model_type") == "roberta" and type(padding) is int:
+        return every[0] - padding - 1 or None  # its positions begin after padding's
+    return every[0]
 
 
 def fingerprint(
@@ -149,7 +182,7 @@ def fingerprint(
     """
     small = [name for name in SMALL_FILES if (folder / name).exists()]
     names = sorted({*inspect(folder).files, *small})
-    paths = [_inside(folder, name) for name in names]
+    paths = [inside(folder, name) for name in names]
     total = sum(path.stat().st_size for path in paths)
     whole, done = hashlib.sha256(), 0
     for name, path in zip(names, paths, strict=True):
@@ -163,40 +196,11 @@ def fingerprint(
     return whole.hexdigest()
 
 
-# --- files -------------------------------------------------------------------
-
-
-def _refuse_links_out(folder: Path) -> None:
-    """Raise at a link to elsewhere, whoever reads it: it could be anyone's file."""
-    for path in sorted(folder.iterdir()):
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ModelError(
-                f"{path.name} is a link that leads out of the model folder: copy the "
-                "file itself (cp -L)"
-            )
-
-
-def _inside(folder: Path, name: str) -> Path:
-    if not (folder / name).is_file():  # nor is a pipe, which would wait forever
-        raise ModelError(f"{name} is missing from the model folder")
-    return folder / name
-
-
-def _read_json(folder: Path, name: str, max_bytes: int) -> dict[str, Any]:
-    path = _inside(folder, name)
-    if (size := path.stat().st_size) > max_bytes:
-        raise ModelError(f"{name} has {size} bytes, the limit is {max_bytes}")
-    try:
-        return strict_json(path.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{name} cannot be read: {error}") from None
-
-
 # --- config and tokenizer ----------------------------------------------------
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    config = _read_json(folder, CONFIG, MAX_CONFIG_BYTES)
+    config = read_json(folder, CONFIG, MAX_CONFIG_BYTES)
     _refuse_remote_code(config, CONFIG)
     refuse_unreadable_method(config, CONFIG)
     if "transformers_weights" in config:  # would load other files than those judged
@@ -247,88 +251,64 @@ def _require_tokenizer(folder: Path) -> None:
             f"{TOKENIZER} is missing{other}: write one with transformers, "
             "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         )
-    _inside(folder, TOKENIZER)
+    inside(folder, TOKENIZER)
     if (folder / "tokenizer_config.json").exists():
         name = "tokenizer_config.json"
-        _refuse_remote_code(_read_json(folder, name, MAX_CONFIG_BYTES), name)
+        _refuse_remote_code(read_json(folder, name, MAX_CONFIG_BYTES), name)
 
 
-# --- weights -----------------------------------------------------------------
+# --- weights against the config --------------------------------------------------
 
 
-def _tensors(folder: Path) -> dict[str, StoredTensor]:
-    if (folder / WEIGHTS).exists():  # which transformers prefers to an index, too
-        tensors = read_header(_inside(folder, WEIGHTS))
-    elif (folder / INDEX).exists():
-        tensors = _sharded(folder)
-    else:
-        raise ModelError(_no_weights(folder))
-    if not tensors:
-        raise ModelError("the weights hold no tensors")
-    return tensors
-
-
-def _no_weights(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir())
-    pickles = [name for name in names if name.endswith(PICKLES)]
-    stray = [name for name in names if name.endswith(".safetensors")]
-    if stray:
-        return (
-            f"{stray[0]} is there, but neither {WEIGHTS} nor {INDEX}: rename a single "
-            "file, or add the index of the shards"
-        )
-    if pickles:
-        return (
-            f"{pickles[0]} is pickled: loading it could run any code, so it is never "
-            "opened. Save the model as safetensors: save_pretrained(folder)"
-        )
-    return f"no weights: neither {WEIGHTS} nor {INDEX} is in the model folder"
-
-
-def _sharded(folder: Path) -> dict[str, StoredTensor]:
-    where = _weight_map(folder)
-    keys = Counter(where.values())
-    missing = sorted(name for name in keys if not (folder / name).exists())
-    if missing:
-        lost = sum(keys[name] for name in missing)
+def _refuse_other_sizes(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Raise where the weights have other layers or embeddings than the config says."""
+    numbers = [int(found[1]) for name in tensors if (found := _LAYER.search(name))]
+    stated = _stated(config, LAYERS)
+    if numbers and stated and stated[1] != max(numbers) + 1:
         raise ModelError(
-            f"{_few(missing)} missing from the model folder: {lost} of {len(where)} "
-            "tensors are in there"
+            f"{CONFIG}: {stated[0]} is {stated[1]}, the weights have "
+            f"{max(numbers) + 1} layers. {NOT_OF_CONFIG}"
         )
-    tensors: dict[str, StoredTensor] = {}
-    for shard in sorted(keys):
-        for name, tensor in read_header(_inside(folder, shard)).items():
-            if where.get(name) != shard:
+    for name, tensor in tensors.items():
+        if not name.endswith(EMBEDDINGS) or len(tensor.shape) != 2:
+            continue
+        for keys, size in zip((ROWS, COLUMNS), tensor.shape, strict=True):
+            stated = _stated(config, keys)
+            if stated and stated[1] != size:
                 raise ModelError(
-                    f"{shard} holds {name!r}, which {INDEX} does not have there: the "
-                    "files are of different checkpoints"
+                    f"{CONFIG}: {stated[0]} is {stated[1]}, {name!r} is "
+                    f"{list(tensor.shape)}. {NOT_OF_CONFIG}"
                 )
-            tensors[name] = tensor
-    if absent := sorted(where.keys() - tensors.keys()):
-        raise ModelError(
-            f"{INDEX} has {len(absent)} tensors that its shards do not: {_few(absent)}"
-        )
-    return tensors
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    where = _read_json(folder, INDEX, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise ModelError(f"{INDEX} has no weight_map")
-    files = set(map(str, where.values()))
-    if len(files) > MAX_SHARDS:
-        raise ModelError(f"{INDEX} names {len(files)} files, the limit is {MAX_SHARDS}")
-    for file in files:
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ModelError(
-                f"{INDEX} names {file[:80]!r}: it must be a .safetensors file beside it"
-            )
-    return {name: str(file) for name, file in where.items()}
+def _stated(config: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, int] | None:
+    """Return the first of the keys that the config has a whole number under."""
+    return next(((k, config[k]) for k in keys if type(config.get(k)) is int), None)
 
 
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def forced_apart(target: str, source: str) -> ModelError:
+    """Return the error of two tied weights of which the files hold two versions."""
+    return ModelError(
+        f"{CONFIG} ties {target} to {source}, and the files hold two different "
+        "tensors: set tie_word_embeddings to false if each is its own, or remove "
+        f"{target} from the files"
+    )
+
+
+def _refuse_forced_apart(checkpoint: Checkpoint) -> None:
+    """Raise where the config ties what the files have twice, and not alike."""
+    if checkpoint.config.get("tie_word_embeddings") is not True:
+        return  # a class that ties without being told is asked when it is loaded
+    names = [n for n in checkpoint.tensors if n not in checkpoint.beside]
+    heads = [n for n in names if n.endswith(HEADS)]
+    tables = [n for n in names if n.endswith(EMBEDDINGS)]
+    for head in heads:
+        for table in tables:
+            one, other = checkpoint.tensors[head], checkpoint.tensors[table]
+            if not same_bytes(checkpoint.folder, one, other):
+                raise forced_apart(head, table)
 
 
 # --- dtypes ------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from optimizer.checkpoint import ARCHITECTURES, Checkpoint
+from optimizer.checkpoint import ARCHITECTURES, Checkpoint, forced_apart
 from optimizer.errors import ModelError
 from optimizer.quantize import check_finite
 from optimizer.shards import Shards
@@ -119,15 +119,6 @@ def refuse_forced_apart(network: nn.Module) -> None:
     for target, source in tied(network).items():
         if network.get_parameter(target) is not network.get_parameter(source):
             raise forced_apart(target, source)
-
-
-def forced_apart(target: str, source: str) -> ModelError:
-    """Return the error of two tied weights of which the files hold two versions."""
-    return ModelError(
-        f"config.json ties {target} to {source}, and the files hold two different "
-        "tensors: set tie_word_embeddings to false if each is its own, or remove "
-        f"{target} from the files"
-    )
 
 
 def tied(network: nn.Module) -> dict[str, str]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimizer.construct import forced_apart, refuse_keys, tied
+from optimizer.checkpoint import forced_apart
+from optimizer.construct import refuse_keys, tied
 from optimizer.shards import Shards
 
 # (in the network, in files), by model type; "" is for all.

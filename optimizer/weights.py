@@ -218,10 +218,18 @@ def refuse_non_finite(folder: Path, tensors: Mapping[str, StoredTensor]) -> None
                 raise NonFiniteError(f"tensor {name} of {tensor.file}")
 
 
+def same_bytes(folder: Path, one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors are stored alike: dtype, shape and every byte."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    pairs = (_chunks(folder / t.file, t, np.uint8) for t in (one, other))
+    return all(np.array_equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
 def _chunks(
     path: Path, tensor: StoredTensor, kind: type[np.unsignedinteger[Any]]
 ) -> Iterator[NDArray[Any]]:
-    left = tensor.elements
+    left = tensor.stored_bytes // np.dtype(kind).itemsize
     step = CHUNK_BYTES // np.dtype(kind).itemsize
     with path.open("rb") as file:
         file.seek(tensor.start, os.SEEK_SET)

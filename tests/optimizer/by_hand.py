@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from optimizer.checkpoint import INDEX, WEIGHTS
+from optimizer.folder import INDEX, WEIGHTS
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

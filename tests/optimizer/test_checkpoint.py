@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from optimizer.checkpoint import ARCHITECTURES, INDEX, WEIGHTS, fingerprint, inspect
+from optimizer.checkpoint import ARCHITECTURES, check_values, fingerprint, inspect
 from optimizer.errors import ModelError
+from optimizer.folder import WEIGHTS
 from tests.optimizer.by_hand import (
     CONFIG,
     entry,
     write_config,
     write_file,
     write_folder,
-    write_index,
     write_tensors,
 )
 
@@ -23,20 +23,6 @@ from tests.optimizer.by_hand import (
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "model")
-
-
-@pytest.fixture
-def sharded(folder: Path) -> Path:
-    """The same with three shards of one, two and one tensors."""
-    (folder / WEIGHTS).unlink()
-    shards = {"s1": ["a"], "s2": ["b", "c"], "s3": ["d"]}
-    for shard, names in shards.items():
-        tensors = {name: np.ones(4) for name in names}
-        write_tensors(folder / f"{shard}.safetensors", tensors, "F32")
-    write_index(
-        folder, {n: f"{s}.safetensors" for s, names in shards.items() for n in names}
-    )
-    return folder
 
 
 # --- what a good folder says -----------------------------------------------------
@@ -57,12 +43,6 @@ def test_stored_tensors_lie_where_the_header_says(folder: Path) -> None:
     tensor = inspect(folder).tensors["w"]
     content = (folder / tensor.file).read_bytes()[tensor.start : tensor.end]
     assert np.frombuffer(content, np.float32).tolist() == [1.0] * 6
-
-
-def test_all_shards_are_one_model(sharded: Path) -> None:
-    checkpoint = inspect(sharded)
-    assert sorted(checkpoint.tensors) == ["a", "b", "c", "d"]
-    assert checkpoint.files == ("s1.safetensors", "s2.safetensors", "s3.safetensors")
 
 
 @pytest.mark.slow  # imports transformers
@@ -109,62 +89,6 @@ def test_mixed_stored_dtypes_are_reported_by_bytes(folder: Path) -> None:
     checkpoint = inspect(folder)
     assert checkpoint.dtype_bytes == {"BF16": 8, "F32": 8}
     assert "several dtypes" in checkpoint.warnings[0]
-
-
-# --- shards (case C14a) ----------------------------------------------------------
-
-
-def test_missing_shard_is_named_with_the_number_of_its_tensors(sharded: Path) -> None:
-    (sharded / "s2.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"s2\.safetensors missing .*: 2 of 4 tensors"):
-        inspect(sharded)
-
-
-def test_truncated_shard_is_named(sharded: Path) -> None:
-    shard = sharded / "s2.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ModelError, match=r"s2\.safetensors is refused: truncated"):
-        inspect(sharded)
-
-
-def test_index_with_a_tensor_that_no_shard_has_is_refused(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX).read_text())
-    write_index(sharded, {**index["weight_map"], "ghost": "s3.safetensors"})
-    with pytest.raises(ModelError, match="1 tensors that its shards do not: ghost"):
-        inspect(sharded)
-
-
-def test_shard_with_a_tensor_that_the_index_lacks_is_refused(sharded: Path) -> None:
-    tensors = {"d": np.ones(4), "stale": np.ones(4)}
-    write_tensors(sharded / "s3.safetensors", tensors, "F32")
-    with pytest.raises(ModelError, match=r"s3\.safetensors holds 'stale'"):
-        inspect(sharded)
-
-
-def test_tensor_in_two_shards_is_refused(sharded: Path) -> None:
-    write_tensors(sharded / "s3.safetensors", {"d": np.ones(4), "a": np.ones(4)}, "F32")
-    with pytest.raises(ModelError, match=r"s3\.safetensors holds 'a'"):
-        inspect(sharded)
-
-
-@pytest.mark.parametrize("name", ["../s1.safetensors", "/etc/passwd", "s1.bin", ""])
-def test_index_that_names_a_file_elsewhere_is_refused(sharded: Path, name: str) -> None:
-    write_index(sharded, {"a": name})
-    with pytest.raises(ModelError, match=r"it must be a .* file beside it"):
-        inspect(sharded)
-
-
-def test_shards_without_an_index_are_refused(sharded: Path) -> None:
-    (sharded / INDEX).unlink()
-    with pytest.raises(ModelError, match=r"s1\.safetensors is there, but neither"):
-        inspect(sharded)
-
-
-@pytest.mark.parametrize("index", [b"{}", b'{"weight_map": []}', b'{"weight_map": {}}'])
-def test_index_without_a_weight_map_is_refused(sharded: Path, index: bytes) -> None:
-    (sharded / INDEX).write_bytes(index)
-    with pytest.raises(ModelError, match="has no weight_map"):
-        inspect(sharded)
 
 
 # --- folders ---------------------------------------------------------------------
@@ -244,8 +168,8 @@ def test_missing_config_is_refused(folder: Path) -> None:
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
-        {"architectures": ["FalconForCausalLM"]},
-        "'FalconForCausalLM' is not supported; LlamaForCausalLM, .*GPT2LMHeadModel are",
+        {"architectures": ["BloomForCausalLM"]},
+        "'BloomForCausalLM' is not supported; LlamaForCausalLM, .* are",
     ),
     "no architecture": ({"architectures": []}, "must name one architecture"),
     "two architectures": ({"architectures": ["A", "B"]}, "must name one architecture"),
@@ -263,6 +187,65 @@ def test_config_is_refused(folder: Path, kind: str) -> None:
     write_config(folder, **changes)
     with pytest.raises(ModelError, match=message):
         inspect(folder)
+
+
+# --- the config against the weights ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "shape", "said"),
+    [
+        (
+            {"num_hidden_layers": 3},
+            "model.layers.1.mlp.up_proj.weight",
+            (2, 2),
+            "num_hidden_layers is 3, the weights have 2 layers",
+        ),
+        ({"n_layer": 1}, "h.1.attn.c_attn.weight", (2, 2), "n_layer is 1, .* 2 layers"),
+        (
+            {"vocab_size": 8},
+            "model.embed_tokens.weight",
+            (9, 4),
+            r"vocab_size is 8, 'model\.embed_tokens\.weight' is \[9, 4\]",
+        ),
+        (
+            {"n_embd": 5},
+            "wte.weight",
+            (9, 4),
+            r"n_embd is 5, 'wte\.weight' is \[9, 4\]",
+        ),
+    ],
+    ids=["layers", "layers of GPT-2", "vocabulary", "width"],
+)
+def test_weights_of_another_config_are_refused_by_their_header(
+    folder: Path, changes: dict[str, Any], name: str, shape: tuple[int, int], said: str
+) -> None:
+    write_tensors(folder / WEIGHTS, {name: np.ones(shape)}, "F32")
+    inspect(folder)  # a config without sizes says nothing
+    write_config(folder, **changes)
+    with pytest.raises(ModelError, match=rf"config\.json: {said}.*save_pretrained"):
+        inspect(folder)
+
+
+# Case C1
+def test_tied_weights_forced_apart_are_refused_with_the_values(folder: Path) -> None:
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    own = np.array([[0.3, 0.7], [1.0, -0.2]])
+    both = {table: own, head: own}
+    write_config(folder, tie_word_embeddings=True)
+    write_tensors(folder / WEIGHTS, both, "BF16")
+    check_values(inspect(folder))
+    for other in (own * 2, own.T[:1]):
+        write_tensors(folder / WEIGHTS, {**both, head: other}, "BF16")
+        with pytest.raises(
+            ModelError, match=r"ties lm_head\.weight to .*two different"
+        ):
+            check_values(inspect(folder))
+    write_config(folder, tie_word_embeddings=False)
+    check_values(inspect(folder))
+
+
+# --- code that comes with a model (case C13) ---------------------------------------
 
 
 def test_remote_code_is_not_executed(folder: Path) -> None:
@@ -333,10 +316,3 @@ def test_fingerprint_ignores_what_no_step_reads(folder: Path) -> None:
     before = fingerprint(folder)
     (folder / "README.md").write_text("about this model")
     assert fingerprint(folder) == before
-
-
-def test_fingerprint_progress_reaches_one_and_never_goes_back(sharded: Path) -> None:
-    seen: list[float] = []
-    fingerprint(sharded, seen.append)
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0

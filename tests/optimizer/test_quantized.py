@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from optimizer.checkpoint import WEIGHTS, Checkpoint, inspect
+from optimizer.checkpoint import Checkpoint, inspect
 from optimizer.errors import ModelError
+from optimizer.folder import WEIGHTS
 from optimizer.quantized import CodeScale
 from tests.optimizer.by_hand import write_config, write_folder, write_mixed
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from optimizer import shards as module
-from optimizer.checkpoint import WEIGHTS
 from optimizer.errors import ModelError, NonFiniteError
+from optimizer.folder import WEIGHTS
 from optimizer.formats import E4M3, E5M2, Format
 from optimizer.quantize import amax, quantize, scale_from_amax, to_codes
 from optimizer.shards import Shards

@@ -82,8 +82,8 @@ def test_buffers_are_real_and_float32_without_weights_too(
             r"1 mismatched keys in model: transformer\.h\.0\.mlp\.c_fc\.bias",
         ),
         (
-            lambda w: w.update({"h.7.ln_1.weight": torch.ones(3)}),
-            r"1 unexpected keys in model: h\.7\.ln_1\.weight",
+            lambda w: w.update({"h.1.extra.weight": torch.ones(3)}),
+            r"1 unexpected keys in model: h\.1\.extra\.weight",
         ),
     ],
     ids=["missing", "of another shape", "left over"],

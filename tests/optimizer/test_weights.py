@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from optimizer import weights
-from optimizer.checkpoint import WEIGHTS, check_values, inspect
+from optimizer.checkpoint import check_values, inspect
 from optimizer.errors import ModelError, NonFiniteError
+from optimizer.folder import WEIGHTS
 from optimizer.weights import StoredTensor, read_header, refuse_non_finite
 from tests.optimizer.by_hand import (
     NUMPY,
