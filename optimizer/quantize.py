@@ -143,7 +143,7 @@ def _through(
 
     @torch.inference_mode()
     def work(_: int) -> None:
-        rounding = cache(partial(_rounding, fmt))  # its scratch is this thread's own
+        rounding = cache(partial(rounder, fmt))  # its scratch is this thread's own
         for piece in remaining:
             torch.div(piece.x, piece.scale, out=piece.q)
             rounding(piece.flat.numel())(piece.flat)
@@ -174,8 +174,12 @@ def _pieces(x: Tensor, scale: Tensor) -> tuple[Tensor, list[Piece]]:
     return out, [Piece(*p) for p in zip(*views, flat, strict=True)]
 
 
-def _rounding(fmt: Format, size: int) -> Callable[[Tensor], None]:
-    """Return the function that rounds `size` float32 numbers in place."""
+def rounder(fmt: Format, size: int) -> Callable[[Tensor], None]:
+    """Return the function that rounds `size` float32 numbers in place.
+
+    It keeps its scratch memory, which a loop over many rows saves making again.
+    Raises SpecError for tf32.
+    """
     if fmt == FP32:
         return partial(_saturate, fmt)
     if fmt.name in IEEE_DTYPES:
