@@ -20,7 +20,9 @@ from optimizer.hardware import Device
 from optimizer.matmul import MATMUL_PRECISION
 from optimizer.model import LoadedModel
 from optimizer.reasons import why_high
+from optimizer.repair import Repair
 from optimizer.spec import OptimizeSpec
+from optimizer.stability import stability
 from optimizer.stack import WHOLE_MODEL, Choice, Component, Site, Stack
 from optimizer.tokens import Half, Tokens
 from optimizer.units import seconds
@@ -55,7 +57,8 @@ class Run:
     tokens: Tokens
     device: Device
     basis: str  # modelled, measured
-    chooser: Chooser
+    chooser: Chooser  # with what measured stacks taught it
+    repair: Repair
     front: Sequence[Stack]
     stacks: Mapping[str, Stack]  # validated, by label
     validation: Validation
@@ -87,6 +90,7 @@ def build(run: Run) -> dict[str, Any]:
         "layers": _layers(chosen, run.model.shape.layers),
         "sites": [_site(run, s, c) for s, c in chosen.choices.items()],
         "front": [_front_point(run, i, s) for i, s in enumerate(run.front)],
+        "prediction": _prediction(run),
         "validation": _validation(run),
         "contrast": compare(run.contrast, run.chooser.table) if run.contrast else None,
         "limits": _limits(run),
@@ -204,11 +208,16 @@ def _component(
         "choice": counts.most_common(1)[0][0],
         "choices": dict(counts.most_common()),
         "sites": len(choices),
-        "kl_nats": totals.kl_nats,
+        "kl_nats": _added(run, Stack(choices)),
         "per_token_s": totals.per_token_s,
         "first_token_s": totals.first_token_s,
         "bytes": totals.memory_bytes,
     }
+
+
+def _added(run: Run, stack: Stack) -> float:
+    """What the sites lose alone, added up and not corrected."""
+    return math.fsum(run.chooser.kl_sums(stack).values())
 
 
 def _layers(stack: Stack, layers: int) -> list[dict[str, Any]]:
@@ -241,6 +250,8 @@ def _alternative(row: Row) -> dict[str, Any]:
     return {
         "choice": row.choice.name,
         "kl_nats": loss.kl_nats if loss else None,
+        "kl_nats_se": _finite(loss.kl_nats_se) if loss else None,
+        "exact": loss.exact if loss else None,
         "sqnr_db": _finite(loss.sqnr_db) if loss else None,
         "saturated": loss.saturated if loss else None,
         "flushed": loss.flushed if loss else None,
@@ -267,13 +278,34 @@ def _totals(totals: Totals) -> dict[str, Any]:
 
 
 def _front_point(run: Run, index: int, stack: Stack) -> dict[str, Any]:
-    validated = any(s.choices == stack.choices for s in run.stacks.values())
+    label = next((k for k, s in run.stacks.items() if s.choices == stack.choices), None)
+    quality = run.validation.stacks[label] if label else None
     return {
         "id": f"p{index}",
         **_totals(run.chooser.totals(stack)),
         "fp8_share": fp8_share(run.model.shape, stack),
         "stack": stack.to_json(),
-        "validated": validated,
+        "validated": label is not None,
+        "measured_kl_nats": quality.kl_nats.value if quality else None,
+        "stability": asdict(stability(run.chooser, stack, quality)),
+    }
+
+
+def _prediction(run: Run) -> dict[str, Any]:
+    """Say how the predicted losses were corrected, and how well they hold."""
+    learned = run.chooser.surrogate
+    kinds = sorted(learned.multipliers.items())
+    return {
+        "scale": learned.a,
+        "exponent": learned.b,
+        "multipliers": [
+            {"component": component, "choice": choice, "multiplier": m}
+            for (component, choice), m in kinds
+        ],
+        "residual": learned.residual,
+        "rounds": run.repair.rounds,
+        "measured_stacks": len(run.repair.measured),
+        "agrees": run.repair.agrees,
     }
 
 
@@ -303,6 +335,7 @@ def _validated(run: Run, label: str, quality: Quality) -> dict[str, Any]:
         "chosen": label == run.verdict.label,
         "front_id": where,
         "predicted_kl_nats": totals.kl_nats,
+        "added_kl_nats": _added(run, stack),
         "per_token_s": totals.per_token_s,
         "first_token_s": totals.first_token_s,
         "bytes": totals.weight_bytes,
@@ -328,8 +361,8 @@ def _limits(run: Run) -> list[str]:
         "Formats are emulated on a CPU: products of codes accumulated in fp32, scaled, "
         "rounded once. A GPU's own accumulation order may differ in the last bit.",
         f"Quality was measured at {spec.sequence_tokens} tokens of context.",
-        "Predicted KL adds up what each site loses alone; measured KL is of the whole "
-        "stack.",
+        "Predicted KL adds up what each site loses alone, corrected by the stacks that "
+        "were measured; measured KL is of the whole stack.",
     ]
     if run.basis == "modelled":
         said.append(

@@ -29,7 +29,7 @@ from optimizer.model import LoadedModel, load
 from optimizer.pieces import Piece, Pieces, Result, key_of
 from optimizer.sensitivity import sweep
 from optimizer.spec import SWEPT_FORMATS, OptimizeSpec
-from optimizer.stack import CHOICES, Choice, Site, Stack, choice_named
+from optimizer.stack import CHOICES, Choice, ModelShape, Site, Stack, choice_named
 from optimizer.sums import Candidates, Sensitivities, Sums, total, wanted_roundings
 from optimizer.tokens import Tokens
 from optimizer.validate import TokenValues, Truth, run_stack
@@ -52,7 +52,9 @@ class Work:
     told: Callable[[float, str], None] = lambda fraction, detail: None
     memory_bytes: int | None = None  # for the weights; None: a share of what is free
     on_layer: Callable[[int], None] = lambda layer: None
-    inside: Told = field(init=False, default=silent)  # hears from within a piece
+    inside: Told = field(
+        init=False, default_factory=lambda: silent
+    )  # hears from within a piece
 
     # What is loaded when it is first needed
 
@@ -112,6 +114,11 @@ class Work:
         """The reference on the held-out data."""
         return Truth.of(self.model, self.tokens.validation.sequences, self.inside)
 
+    def opened(self) -> ModelShape:
+        """Read the data, then the model's outline: what cannot be served is refused."""
+        assert self.tokens.calibration.sequences
+        return self.outline.shape
+
     # The parts
 
     def amaxes(self) -> Amaxes:
@@ -137,12 +144,13 @@ class Work:
 
     def contrast(self, wanted: Candidates) -> Contrast:
         """Sweep a little of another distribution: does the caller's data matter?"""
-        (found,) = self._run([self._piece("contrast", [0], CORE)])
-        swept = self._candidates([CORE])
+        families = sorted({family(c) for some in wanted.values() for c in some})
+        name = "+".join(families)
+        (found,) = self._run([self._piece("contrast", [0], name)])
+        swept = self._candidates(families)
         sums = Sums.from_json(found, wanted_roundings(swept))
-        kept = {s: [c for c in some if family(c) == CORE] for s, some in wanted.items()}
         other = self._contrast_spec().data_distribution
-        return Contrast(other, sum(sums.tokens.values()), total(sums, kept))
+        return Contrast(other, sum(sums.tokens.values()), total(sums, wanted))
 
     def exact(
         self, pairs: Sequence[tuple[Site, Choice]]
@@ -210,7 +218,7 @@ class Work:
         if kind == "sweep":  # static scales come from all of the calibration data
             key.append(_digest(self.tokens.calibration.sequences))
         if kind != "calibrate":
-            swept = self._candidates([name])
+            swept = self._candidates(name.split("+"))
             key += [
                 self.spec.seed,
                 {str(s): [str(c) for c in some] for s, some in swept.items()},
@@ -253,7 +261,7 @@ class Work:
             case "sweep":
                 return self._sweep(**piece.payload)
             case "contrast":
-                return self._contrast()
+                return self._contrast(piece.payload["family"].split("+"))
             case "truth":
                 return {"nll": _text(self.truth.nll)}
             case "exact":
@@ -298,13 +306,13 @@ class Work:
         lost = [found[s, choice_named(s.component, n)] * tokens for s, n in named]
         return {"tokens": tokens, "kl": lost}
 
-    def _contrast(self) -> Result:
+    def _contrast(self, families: Sequence[str]) -> Result:
         sequences = self._read(self._contrast_spec()).calibration.sequences
         largest = amaxes(calibrate(self.model, sequences))
         sums = sweep(
             self.model,
             dict(enumerate(sequences)),
-            self._candidates([CORE]),
+            self._candidates(families),
             largest,
             self.weights,
             seed=self.spec.seed,

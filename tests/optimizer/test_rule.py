@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from optimizer import run
+from optimizer import plan as planning
 from optimizer.choose import (
     Chooser,
     Totals,
@@ -20,7 +20,6 @@ from optimizer.stack import (
     Site,
     Stack,
 )
-from optimizer.validate import Interval, Quality, Validation
 from tests.optimizer.toy import (
     DOWN,
     FFN,
@@ -36,24 +35,20 @@ from tests.optimizer.toy import (
 
 
 def measured(
-    plan: run.Plan, some: Chooser, times: dict[str, float] | None = None
-) -> Validation:
-    """A validation that finds what was predicted, times a factor by label."""
-
-    def quality(label: str, stack: Stack) -> Quality:
-        kl = some.totals(stack).kl_nats * (times or {}).get(label, 1.0)
-        one = Interval(1.0, 1.0, 1.0)
-        return Quality(Interval(kl, kl, kl), one, one, kl, kl)
-
-    found = {k: quality(k, s) for k, s in plan.stacks.items()}
-    return Validation(tokens=512, reference_perplexity=1.0, stacks=found)
+    plan: planning.Plan, some: Chooser, times: dict[str, float] | None = None
+) -> dict[str, float]:
+    """What was predicted of every stack, times a factor by label."""
+    return {
+        label: some.totals(stack).kl_nats * (times or {}).get(label, 1.0)
+        for label, stack in plan.stacks.items()
+    }
 
 
 def decide(
     some: Chooser, sla: LatencySla, times: dict[str, float] | None = None
 ) -> tuple[Stack, str]:
-    plan = run._plan(some, replace(SPEC, latency_sla=sla))
-    label, outcome = run.choose(plan, some, measured(plan, some, times))
+    plan = planning.make(some, replace(SPEC, latency_sla=sla))
+    label, outcome = planning.choose(plan, some, measured(plan, some, times))
     return plan.stacks[label], outcome
 
 
@@ -87,11 +82,11 @@ def test_what_measures_worse_than_16_bits_is_not_as_good_as_predicted() -> None:
 
 def test_what_is_chosen_is_on_the_front_and_what_was_to_beat_it_is_withdrawn() -> None:
     some = chooser(free_at_ffn_in)
-    plan = run._plan(some, SPEC)
+    plan = planning.make(some, SPEC)
     front = plan.front_with(plan.base, some)
     assert plan.stacks[plan.base] not in plan.front  # FP8 in ffn_in should beat it
     assert plan.stacks[plan.base] in front
-    points = np.array([run._objectives(some, stack) for stack in front])
+    points = np.array([planning._objectives(some, stack) for stack in front])
     assert pareto_mask(points).all()
     assert plan.front_with("as_good_0", some) == plan.front
 
@@ -236,4 +231,4 @@ def test_a_larger_stack_is_taken_only_where_it_buys_time(
     }
     stacks = {label: Stack({Site(0, label): NATS}) for label in sizes}  # type: ignore[dict-item, arg-type]
     by_size = SimpleNamespace(totals=lambda s: sizes[next(iter(s.choices)).component])
-    assert run._quickest(by_size, stacks) == taken  # type: ignore[arg-type]
+    assert planning._quickest(by_size, stacks) == taken  # type: ignore[arg-type]
