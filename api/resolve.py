@@ -12,6 +12,7 @@ from optimizer.errors import HardwareError
 from optimizer.hardware import DEVICES, LOCAL, device
 from optimizer.spec import (
     ENGINES,
+    ROUNDINGS,
     SWEPT_FORMATS,
     TASKS,
     WORKLOADS,
@@ -56,6 +57,9 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
         dataset_path=data_path,
         formats=formats,
         engine=engine,
+        rounding=_known(
+            "/search/rounding", "rounding", request.search.rounding, ROUNDINGS
+        ),
         calibration_tokens=request.data_distribution.calibration_tokens,
         validation_tokens=request.data_distribution.validation_tokens,
         sequence_tokens=sequence_tokens,

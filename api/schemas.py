@@ -111,6 +111,7 @@ class Search(Body):
 
     formats: Annotated[list[Word], Field(min_length=1, max_length=16)] | None = None
     engine: Word | None = None
+    rounding: Word = "nearest"
 
 
 def _short(field: str, *kinds: type) -> Callable[[Any], Any]:

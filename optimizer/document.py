@@ -20,6 +20,7 @@ from optimizer.hardware import Device
 from optimizer.matmul import MATMUL_PRECISION
 from optimizer.model import LoadedModel
 from optimizer.reasons import why_high
+from optimizer.recode import Gain
 from optimizer.repair import Repair
 from optimizer.spec import OptimizeSpec
 from optimizer.stability import stability
@@ -30,6 +31,7 @@ from optimizer.validate import (
     BLOCK_TOKENS,
     BOOTSTRAP_SAMPLES,
     CONFIDENCE,
+    Interval,
     Quality,
     Validation,
 )
@@ -45,6 +47,17 @@ class Verdict:
     outcome: str  # sla_met, sla_not_met, no_improvement
     label: str  # of the chosen stack, in `Run.stacks`
     would_meet: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How the chosen stack's FP8 weights are rounded, and what that gains."""
+
+    asked: str
+    used: str  # compensated only where it measured better
+    nearest_kl_nats: Interval
+    compensated_kl_nats: Interval | None = None  # None: not asked for
+    gain: Gain | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,7 @@ class Run:
     validation: Validation
     verdict: Verdict
     contrast: Contrast | None
+    rounding: Rounding
 
 
 def build(run: Run) -> dict[str, Any]:
@@ -92,6 +106,7 @@ def build(run: Run) -> dict[str, Any]:
         "front": [_front_point(run, i, s) for i, s in enumerate(run.front)],
         "prediction": _prediction(run),
         "validation": _validation(run),
+        "rounding": asdict(run.rounding),
         "contrast": compare(run.contrast, run.chooser.table) if run.contrast else None,
         "limits": _limits(run),
         "warnings": _warnings(run),

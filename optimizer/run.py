@@ -9,7 +9,7 @@ from optimizer.casts import Casts
 from optimizer.checkpoint import inspect
 from optimizer.choose import Chooser, CostOf, allowed, candidates, modelled, tabulate
 from optimizer.contrast import Contrast
-from optimizer.document import Run, Verdict
+from optimizer.document import Rounding, Run, Verdict
 from optimizer.execute import Amaxes
 from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
@@ -17,6 +17,7 @@ from optimizer.hybrid import doubtful, settled
 from optimizer.pieces import Memory, Pieces
 from optimizer.plan import Settled
 from optimizer.quantize import overflows
+from optimizer.recode import rounded_sites
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import ModelShape, Site, Stack
 from optimizer.validate import Quality, Validation, quality, reference_perplexity
@@ -99,11 +100,12 @@ def optimize(
     meter.enter("validate")
     measuring = _Measuring(work, meter)
     found = plan.settle(chooser, spec, measuring)
+    result = _run(work, found, measuring, (target, basis), contrast)
     meter.part(0.0, 1.0)
     meter.at(1.0)  # it may end before its budget does
 
     meter.enter("report")
-    return document.build(_run(work, found, measuring, (target, basis), contrast))
+    return document.build(result)
 
 
 class _Measuring:
@@ -143,6 +145,7 @@ def _run(
     qualities = {k: measuring.of(stack) for k, stack in made.stacks.items()}
     measured = {k: q.kl_nats.value for k, q in qualities.items()}
     label, outcome = plan.choose(made, chooser, measured)
+    rounding, qualities[label] = _rounding(work, made.stacks[label], qualities[label])
     advice = plan.advice(made, label, chooser, spec)
     validation = Validation(
         tokens=work.tokens.validation.tokens,
@@ -163,7 +166,21 @@ def _run(
         validation=validation,
         verdict=Verdict(outcome, plan.CHOSEN, advice),
         contrast=contrast,
+        rounding=rounding,
     )
+
+
+def _rounding(work: Work, stack: Stack, nearest: Quality) -> tuple[Rounding, Quality]:
+    """Round the chosen stack's weights as asked; keep what measures better."""
+    asked = work.spec.rounding
+    if asked == "nearest" or not rounded_sites(stack):
+        return Rounding(asked, "nearest", nearest.kl_nats), nearest
+    values, gain = work.compensated(stack)
+    found = quality(values, work.spec.seed)
+    better = found.kl_nats.value < nearest.kl_nats.value
+    used = "compensated" if better else "nearest"
+    rounding = Rounding(asked, used, nearest.kl_nats, found.kl_nats, gain)
+    return rounding, found if better else nearest
 
 
 def _target(spec: OptimizeSpec, shape: ModelShape) -> tuple[Device, str, CostOf, Casts]:

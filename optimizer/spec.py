@@ -9,6 +9,7 @@ from optimizer.formats import FORMATS
 
 SWEPT_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "fp32")
 ENGINES = ("any", "vllm", "transformer_engine", "torchao")
+ROUNDINGS = ("nearest", "compensated")  # of FP8 weights: GPTQ feeds errors forward
 TASKS = ("chat", "completion", "summarization", "code")
 
 
@@ -59,6 +60,7 @@ class OptimizeSpec:
     dataset_path: str | None = None  # None: built in
     formats: tuple[str, ...] = SWEPT_FORMATS
     engine: str = "any"
+    rounding: str = "nearest"  # of the chosen stack's FP8 weights; of ROUNDINGS
     calibration_tokens: int = 2048
     validation_tokens: int = 2048
     sequence_tokens: int = 256
@@ -71,6 +73,9 @@ class OptimizeSpec:
             raise SpecError(f"unknown formats: {', '.join(unknown)}")
         if self.engine not in ENGINES:
             raise SpecError(f"unknown engine {self.engine!r}: {', '.join(ENGINES)}")
+        if self.rounding not in ROUNDINGS:
+            known = ", ".join(ROUNDINGS)
+            raise SpecError(f"unknown rounding {self.rounding!r}: {known}")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON, lists for tuples."""

@@ -10,7 +10,7 @@ on the same model and data finds them done.
 import base64
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from optimizer.exact import exact
 from optimizer.execute import Amaxes, WeightCodes
 from optimizer.model import LoadedModel, load
 from optimizer.pieces import Piece, Pieces, Result, key_of
+from optimizer.recode import Gain, recode
 from optimizer.sensitivity import sweep
 from optimizer.spec import SWEPT_FORMATS, OptimizeSpec
 from optimizer.stack import CHOICES, Choice, ModelShape, Site, Stack, choice_named
@@ -168,6 +169,14 @@ class Work:
         pieces = [self._stack_piece(stack) for stack in stacks]
         return [_values(result) for result in self._run(pieces)]
 
+    def compensated(self, stack: Stack) -> tuple[TokenValues, Gain]:
+        """Run a stack whose FP8 weights are rounded with their errors fed forward."""
+        plain = self._stack_piece(stack)
+        calibration = _digest(self.tokens.calibration.sequences)
+        key = key_of("compensated", plain.key, calibration)
+        (found,) = self._run([Piece("compensated", key, plain.payload)])
+        return _values(found), Gain(**found["gain"])
+
     def reference_nll(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the reference's loss on every held-out prediction, in nats."""
         key = key_of("truth", *self._held_out())
@@ -266,6 +275,8 @@ class Work:
                 return {"nll": _text(self.truth.nll)}
             case "exact":
                 return self._exact(**piece.payload)
+            case "compensated":
+                return self._compensated(Stack.from_json(piece.payload["stack"]))
             case "validate":
                 return self._validate(Stack.from_json(piece.payload["stack"]))
         raise ModelError(f"no worker knows how to compute a {piece.kind!r}")
@@ -330,10 +341,17 @@ class Work:
             validation_tokens=CONTRAST_TOKENS,
         )
 
+    def _compensated(self, stack: Stack) -> Result:
+        truth, largest = self.truth, self.amaxes()
+        sequences = self.tokens.calibration.sequences
+        weights, gain = recode(self.model, sequences, stack, self.inside)
+        values = run_stack(self.model, truth, stack, largest, weights, self.inside)
+        return {**_texts(values), "gain": asdict(gain)}
+
     def _validate(self, stack: Stack) -> Result:
         truth, largest = self.truth, self.amaxes()
         values = run_stack(self.model, truth, stack, largest, self.weights, self.inside)
-        return {k: _text(getattr(values, k)) for k in ("kl", "nll", "agree")}
+        return _texts(values)
 
     def _candidates(self, families: Sequence[str]) -> dict[Site, list[Choice]]:
         """Return every choice of some families, whatever the hardware runs of them."""
@@ -357,6 +375,10 @@ def _digest(sequences: Iterable[Tensor]) -> str:
 
 def _text(values: np.ndarray[Any, np.dtype[np.float64]]) -> str:
     return base64.b64encode(values.astype("<f8").tobytes()).decode()
+
+
+def _texts(values: TokenValues) -> dict[str, str]:
+    return {k: _text(getattr(values, k)) for k in ("kl", "nll", "agree")}
 
 
 def _array(text: str) -> np.ndarray[Any, np.dtype[np.float64]]:

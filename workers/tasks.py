@@ -185,6 +185,7 @@ def stack(document: Document) -> Document:
         "schema": "precision.stack/1",
         "model": {k: document["model"][k] for k in ("name", "sha256")},
         "hardware": document["hardware"]["id"],
+        "rounding": document["rounding"]["used"],
         "stack": {site["site"]: site["choice"] for site in document["sites"]},
     }
 

@@ -140,6 +140,12 @@ def test_a_missing_field_is_named(
             {"search": {"formats": ["bf16", "fp3"]}},
         ),
         ("/search/engine", "unknown_engine", "any", {"search": {"engine": "x"}}),
+        (
+            "/search/rounding",
+            "unknown_rounding",
+            "compensated",
+            {"search": {"rounding": "up"}},
+        ),
     ],
 )
 def test_an_unknown_name_comes_with_what_there_is(
