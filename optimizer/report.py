@@ -22,7 +22,7 @@ from jinja2 import (
     Undefined,
 )
 
-from optimizer import plot, report_sites, units
+from optimizer import plot, report_sites, report_statistics, units
 from optimizer.report_sites import Json, in_order, letter, tally
 
 _UNSAFE = re.compile(
@@ -57,6 +57,7 @@ def _template() -> Template:
         change=units.change,
         ratio=units.ratio,
         heat_steps=report_sites.HEAT_STEPS,
+        position_steps=report_statistics.POSITION_STEPS,
         geometry=plot,
     )
     return environment.get_template("report.html.j2")
@@ -93,6 +94,7 @@ def view(document: Json) -> Json:
         "heat": report_sites.heat(sites),
         "reasons": report_sites.reasons(sites),
         "sensitivities": report_sites.sensitivities(sites),
+        "stats": report_statistics.statistics(d, sites),
         "versions": _versions(_at(d, "provenance", "versions") or {}),
         "confidence": units.share(confidence, 2),
         "basis": _at(d, "hardware", "basis") or "unlabelled",
