@@ -284,9 +284,11 @@ def pack(
     """Concatenate documents and cut them into sequences of `sequence_tokens`.
 
     Reads no further than `max_tokens`, so documents may be tokenized as they are
-    asked for. What is left at the end is a shorter, last sequence if it has at least
-    MIN_SEQUENCE_TOKENS, and is dropped otherwise. Fewer tokens than asked for is a
-    warning; raises DatasetError, with the counts, where no sequence remains.
+    asked for; one of a single token, which alone would predict nothing, lies beside
+    others like any. What is left at the end is a shorter, last sequence if it has at
+    least MIN_SEQUENCE_TOKENS, and is dropped otherwise. That, and fewer tokens than
+    asked for, are warnings; raises DatasetError, with the counts, where no sequence
+    remains.
     """
     documents = 0
 
@@ -299,16 +301,21 @@ def pack(
     taken = list(islice(stream(), max_tokens))
     starts = range(0, len(taken), sequence_tokens)
     cut = [tuple(taken[start : start + sequence_tokens]) for start in starts]
-    shortest = min(sequence_tokens, MIN_SEQUENCE_TOKENS)
+    shortest = max(2, min(sequence_tokens, MIN_SEQUENCE_TOKENS))  # one predicts none
     packed = [sequence for sequence in cut if len(sequence) >= shortest]
     if not packed:
         raise DatasetError(
             f"{documents} samples with {len(taken)} tokens in all; at least "
             f"{shortest} tokens are needed: give more text"
         )
-    if len(taken) == max_tokens:
-        return Packed(tuple(packed))
-    warning = (
-        f"{max_tokens} tokens were asked for; the {documents} samples have {len(taken)}"
-    )
-    return Packed(tuple(packed), (warning,))
+    warnings = []
+    if len(taken) < max_tokens:
+        warnings.append(
+            f"{max_tokens} tokens were asked for; the {documents} samples have "
+            f"{len(taken)}"
+        )
+    if len(packed) < len(cut):
+        warnings.append(
+            f"the last {len(cut[-1])} tokens are too few for a sequence: dropped"
+        )
+    return Packed(tuple(packed), tuple(warnings))

@@ -281,6 +281,27 @@ def test_last_sequence_is_kept_from_32_tokens_on(rest: int, lengths: list[int]) 
     packed = pack([[0] * (64 + rest)], 64, 1000)
     assert [len(s) for s in packed.sequences] == lengths
     assert packed.tokens == sum(lengths)
+    dropped = f"the last {rest} tokens are too few for a sequence: dropped"
+    assert (dropped in packed.warnings) is (rest == 31)
+
+
+def test_samples_of_one_token_are_packed_with_others() -> None:
+    packed = pack([[i] for i in range(64)], 32, 64)
+    assert packed.sequences == (tuple(range(32)), tuple(range(32, 64)))
+    assert packed.warnings == ()
+
+
+def test_a_sequence_of_one_token_predicts_nothing() -> None:
+    with pytest.raises(DatasetError, match=r"3 samples with 3 tokens .* at least 2"):
+        pack([[1], [2], [3]], 1, 3)
+
+
+def test_a_sample_longer_than_a_sequence_is_cut() -> None:
+    packed = pack([list(range(100))], 40, 100)
+    assert [len(s) for s in packed.sequences] == [40, 40]
+    assert packed.warnings == (
+        "the last 20 tokens are too few for a sequence: dropped",
+    )
 
 
 def test_sequences_may_be_shorter_than_32_if_asked_for() -> None:
