@@ -19,7 +19,7 @@ The result is what rounding to nearest would have made, only other numbers of th
 grid under the same scales: an ordinary checkpoint, at the same speed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from optimizer.errors import NonFiniteError, SpecError
-from optimizer.execute import WeightCodes
+from optimizer.execute import Operand, WeightCodes
 from optimizer.formats import FORMATS, Format
 from optimizer.hessians import Hessians, key_of
 from optimizer.matmul import linear
-from optimizer.quantize import quantize, rounder
+from optimizer.model import LoadedModel
+from optimizer.quantize import from_codes, quantize, rounder, to_codes
 from optimizer.sites import LinearPart
 from optimizer.stack import Precision
 
@@ -193,12 +194,29 @@ def _scales_by_column(scale: Tensor, shape: torch.Size, order: Tensor) -> Tensor
 class Rounded:
     """One matrix on the grid, and what compensation gained on the calibration data."""
 
-    codes: Tensor  # (out, in)
+    stored: Tensor  # (out, in) uint8: `from_codes` of it are the numbers
     scale: Tensor  # (), (out, 1) or (out, in): as rounding to nearest has it
     loss: float  # mean squared error of its outputs, summed over them
     nearest_loss: float  # the same, rounded to nearest
     kept_rows: int  # rows for which rounding to nearest was as good
     damping: float  # as used: more than asked for where H needed it
+
+
+Key = tuple[str, Precision]  # a part's name, and what it is rounded to
+
+
+class CompensatedCodes(WeightCodes):
+    """The rounded matrices of a model: compensated where `made` has them."""
+
+    def __init__(self, model: LoadedModel, made: Mapping[Key, Rounded]) -> None:
+        super().__init__(model)
+        self._kept = made  # a byte a weight: it outlives the stage
+
+    def _round(self, part: LinearPart, precision: Precision) -> Operand:
+        found = self._kept.get((part.name, precision))
+        if found is None:
+            return super()._round(part, precision)
+        return from_codes(found.stored, FORMATS[precision.format]), found.scale
 
 
 def compensate(
@@ -207,13 +225,13 @@ def compensate(
     precision: Precision,
     weights: WeightCodes,
     damping: float = DAMPING,
-) -> dict[tuple[str, Precision], Rounded]:
+) -> dict[Key, Rounded]:
     """Round the matrices of one site, under the scales that `weights` gives them.
 
     Parts that share an input are rounded in one go. Keys are (part.name, precision).
     What saw no token of the calibration data, as an expert may, is rounded to nearest.
     """
-    made: dict[tuple[str, Precision], Rounded] = {}
+    made: dict[Key, Rounded] = {}
     for key, some in groupby(sorted(parts, key=_group), key_of):
         group = list(some)
         width = group[0].weight.shape[1]
@@ -250,7 +268,7 @@ def _round_group(
     split = (t.split(sizes) for t in (rows.codes, rows.losses, rows.nearest_losses))
     return [
         Rounded(
-            codes=codes,
+            stored=to_codes(codes, fmt),
             scale=scale,
             loss=float(losses.sum()),
             nearest_loss=float(nearest.sum()),

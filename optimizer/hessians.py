@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from optimizer.errors import NonFiniteError
-from optimizer.execute import Reference
+from optimizer.execute import Operand, Reference
+from optimizer.model import LoadedModel
 from optimizer.sites import LinearPart
-from optimizer.stack import Site
+from optimizer.stack import Role, Site
 
 Key = tuple[Site, str]  # a site, and the group of its parts that share an input
 
@@ -51,11 +53,14 @@ class Hessians(Reference):
 
     def linear(self, part: LinearPart, x: Tensor) -> Tensor:
         """Run in fp32; see the input once for all parts that share it."""
-        wanted = self._sites is None or part.site in self._sites
-        if wanted and not self._has_just_seen(key_of(part), x):
+        if self.wants(part) and not self._has_just_seen(key_of(part), x):
             self._last = (key_of(part), x)
             self.add(key_of(part), x, self._keep(x))
         return super().linear(part, x)
+
+    def wants(self, part: LinearPart) -> bool:
+        """Whether the inputs of the part are to be seen."""
+        return self._sites is None or part.site in self._sites
 
     def _has_just_seen(self, key: Key, x: Tensor) -> bool:
         last = self._last
@@ -106,3 +111,41 @@ class Hessians(Reference):
         """Forget one input, if it was seen."""
         self._moments.pop(key, None)
         self._last = None
+
+
+class FisherHessians(Hessians):
+    """Hessians whose tokens weigh Σ g²: what an error of their outputs costs in KL.
+
+    g is the gradient of -log p(ŷ) in the outputs, for labels ŷ drawn from the model
+    itself, as in `sensitivity`; a sweep that has g calls `weigh` and needs no other
+    pass. Parts that share an input add up.
+    """
+
+    def tap(
+        self, site: Site, role: Role, x: Tensor, mask: Tensor | None = None
+    ) -> Operand:
+        """Begin the graph at the embeddings."""
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_(True)
+        return x, None
+
+    def linear(self, part: LinearPart, x: Tensor) -> Tensor:
+        """Run in fp32; see the input when the gradient of the output comes back."""
+        y = Reference.linear(self, part, x)
+        if self.wants(part) and y.requires_grad:
+            y.register_hook(lambda g: self.weigh(part, x, g, self._keep(x)))
+        return y
+
+    def weigh(
+        self, part: LinearPart, x: Tensor, gradient: Tensor, keep: Tensor | None = None
+    ) -> None:
+        """See inputs (..., in) of a part, and the gradient (..., out) of its outputs."""
+        self.add(key_of(part), x, keep, gradient.detach().square().sum(-1))
+
+    def run(self, model: LoadedModel, ids: Tensor, generator: torch.Generator) -> None:
+        """See one sequence of ids (1, tokens): one pass forward and one back."""
+        with torch.enable_grad():
+            logits = model.forward(ids, self)[0]  # (tokens, vocab)
+            p = logits.detach().softmax(dim=-1)
+            labels = torch.multinomial(p, 1, generator=generator)[:, 0]
+            cross_entropy(logits, labels, reduction="sum").backward()

@@ -5,6 +5,9 @@ from torch import Tensor
 from optimizer.compensate import (
     DAMPING,
     LEAST_DAMPING,
+    CompensatedCodes,
+    Key,
+    Rounded,
     compensate,
     feedback,
     gptq,
@@ -12,7 +15,7 @@ from optimizer.compensate import (
     row_losses,
 )
 from optimizer.errors import NonFiniteError, SpecError
-from optimizer.execute import WeightCodes
+from optimizer.execute import Reference, Stacked, WeightCodes
 from optimizer.formats import E4M3, E5M2, FORMATS, Format
 from optimizer.hessians import Hessians, key_of
 from optimizer.quantize import (
@@ -24,10 +27,12 @@ from optimizer.quantize import (
 )
 from optimizer.sites import LinearPart
 from optimizer.stack import (
+    CHOICES,
     Component,
     Granularity,
     Precision,
     Site,
+    Stack,
 )
 from tests.optimizer import tiny
 
@@ -263,7 +268,9 @@ def test_a_site_is_rounded_under_the_scales_it_has(precision: Precision) -> None
         nearest, scale = weights.get(part, precision)
         assert rounded.scale is scale
         alone = gptq(part.weight, hessians.hessian(key_of(part)), E4M3, scale)
-        assert torch.equal(rounded.codes, alone)  # siblings change nothing
+        assert torch.equal(
+            from_codes(rounded.stored, E4M3), alone
+        )  # siblings change nothing
         assert rounded.loss < rounded.nearest_loss
         assert rounded.damping == DAMPING
         losses = row_losses(part.weight, nearest, scale, hessians.hessian(key_of(part)))
@@ -275,7 +282,7 @@ def test_what_saw_no_token_is_rounded_to_nearest() -> None:
     (part,) = parts[Site(0, Component.FFN_OUT)]
     made = compensate([part], Hessians(), CHANNEL, weights)
     rounded = made[part.name, CHANNEL]
-    assert torch.equal(rounded.codes, weights.get(part, CHANNEL)[0])
+    assert torch.equal(from_codes(rounded.stored, E4M3), weights.get(part, CHANNEL)[0])
     assert rounded.kept_rows == len(part.weight)
 
 
@@ -285,3 +292,29 @@ def test_formats_without_a_scale_are_refused() -> None:
         compensate(
             parts[Site(0, Component.FFN_OUT)], hessians, Precision("bf16"), weights
         )
+
+
+def test_a_stack_runs_on_compensated_matrices_and_is_nearer_to_the_reference() -> None:
+    model = tiny.loaded()
+    hessians, nearest = Hessians(), WeightCodes(model)
+    batches = [tiny.ids(tokens=48, batch=4, seed=seed) for seed in range(8)]
+    (choice,) = (c for c in CHOICES[Component.FFN_IN] if c.weight_only)
+    sites = [s for s in model.parts if s.layer >= 0]
+    stack = Stack(dict.fromkeys(sites, choice))
+    assert choice.weight is not None
+    with torch.no_grad():
+        for ids in batches:
+            model.forward(ids, hessians)
+        made: dict[Key, Rounded] = {}
+        for site in sites:
+            made |= compensate(model.parts[site], hessians, choice.weight, nearest)
+        ids = tiny.ids(tokens=48, batch=4, seed=99)
+        reference = model.forward(ids, Reference())
+        errors = [
+            float((model.forward(ids, Stacked(stack, {}, w)) - reference).norm())
+            for w in (CompensatedCodes(model, made), nearest)
+        ]
+    assert errors[0] < 0.9 * errors[1]
+    head = model.parts[Site(-1, Component.LM_HEAD)][0]  # not compensated
+    operand = CompensatedCodes(model, made).get(head, CHANNEL)
+    assert torch.equal(operand[0], nearest.get(head, CHANNEL)[0])

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from optimizer.errors import NonFiniteError
 from optimizer.execute import Reference
-from optimizer.hessians import Hessians, Key, key_of
+from optimizer.hessians import FisherHessians, Hessians, Key, key_of
 from optimizer.model import LoadedModel
 from optimizer.sites import LinearPart
 from optimizer.stack import Component, Site
@@ -138,3 +138,43 @@ def test_an_input_with_a_nan_is_refused_by_the_name_of_its_site() -> None:
     x[2, 1] = float("inf")
     with pytest.raises(NonFiniteError, match=r"layers\.0\.ffn_in"):
         Hessians().add(ANY, x)
+
+
+def test_tokens_weigh_what_an_error_of_their_outputs_costs() -> None:
+    # Of one token: H = |g|² x xᵀ.
+    model = tiny.loaded()
+    ids = tiny.ids(tokens=1)
+    hessians = FisherHessians()
+    part = model.parts[Site(1, Component.FFN_OUT)][0]
+    hessians.run(model, ids, torch.Generator().manual_seed(0))
+    inputs = Inputs()
+    run(model, inputs, [ids])
+    (x,) = inputs.by_part[part.name]
+    logits = model.forward(ids, Reference())[0]
+    drawn = torch.Generator().manual_seed(0)
+    label = torch.multinomial(logits.softmax(-1), 1, generator=drawn)[0]
+    assert hessians.seen(key_of(part)) == 1
+    found = hessians.hessian(key_of(part))
+    weight = float(found.trace() / x.double().square().sum())
+    torch.testing.assert_close(found, weight * (x.T @ x).double(), **CLOSE)
+    assert weight == pytest.approx(squared_gradient(model, ids, part, label), rel=1e-3)
+
+
+def squared_gradient(
+    model: LoadedModel, ids: Tensor, part: LinearPart, label: Tensor
+) -> float:
+    """Σ over the outputs of (∂ -log p(label) / ∂ output)², by autograd on its own."""
+
+    class Shifted(Reference):
+        def __init__(self) -> None:
+            self.shift = torch.zeros(len(part.weight), requires_grad=True)
+
+        def linear(self, other: LinearPart, x: Tensor) -> Tensor:
+            y = super().linear(other, x)
+            return y + self.shift if other.name == part.name else y
+
+    executor = Shifted()
+    with torch.enable_grad():
+        loss = -model.forward(ids, executor)[0].log_softmax(-1)[0, label]
+        (gradient,) = torch.autograd.grad(loss, executor.shift)
+    return float(gradient.square().sum())
