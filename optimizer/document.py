@@ -4,8 +4,6 @@ Everything that a person or a program reads later comes out of this document:
 the HTML report, the job's result, the stack and the front.
 """
 
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -14,17 +12,18 @@ from typing import Any
 import torch
 
 from optimizer.checkpoint import Checkpoint
-from optimizer.choose import Chooser, Row, Totals, fp8_share
+from optimizer.choose import Chooser, Totals, fp8_share
 from optimizer.contrast import Contrast, compare
+from optimizer.document_sites import added_kl_nats, components, layers, site_row
+from optimizer.experts import ExpertTokens, rare
 from optimizer.hardware import Device
 from optimizer.matmul import MATMUL_PRECISION
 from optimizer.model import LoadedModel
-from optimizer.reasons import why_high
 from optimizer.recode import Gain
 from optimizer.repair import Repair
 from optimizer.spec import OptimizeSpec
 from optimizer.stability import stability
-from optimizer.stack import WHOLE_MODEL, Choice, Component, Site, Stack
+from optimizer.stack import Stack
 from optimizer.tokens import Half, Tokens
 from optimizer.units import seconds
 from optimizer.validate import (
@@ -37,6 +36,7 @@ from optimizer.validate import (
 )
 
 SCHEMA = "precision.report/1"
+NAMED_EXPERTS = 8  # in a warning; the document has them all
 PACKAGES = ("precision", "torch", "transformers", "numpy", "scipy")
 
 
@@ -78,12 +78,13 @@ class Run:
     verdict: Verdict
     contrast: Contrast | None
     rounding: Rounding
+    experts: tuple[ExpertTokens, ...]  # empty without experts
 
 
 def build(run: Run) -> dict[str, Any]:
     """Return the document."""
     chosen = run.stacks[run.verdict.label]
-    components = _components(run, chosen)
+    by_component = components(run, chosen)
     return {
         "schema": SCHEMA,
         "request": run.spec.to_json(),
@@ -99,10 +100,10 @@ def build(run: Run) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         },
         "workload": asdict(run.spec.workload),
-        "precision_stack": {c["component"]: c["choice"] for c in components},
-        "components": components,
-        "layers": _layers(chosen, run.model.shape.layers),
-        "sites": [_site(run, s, c) for s, c in chosen.choices.items()],
+        "precision_stack": {c["component"]: c["choice"] for c in by_component},
+        "components": by_component,
+        "layers": layers(chosen, run.model.shape.layers),
+        "sites": [site_row(run, s, c) for s, c in chosen.choices.items()],
         "front": [_front_point(run, i, s) for i, s in enumerate(run.front)],
         "prediction": _prediction(run),
         "validation": _validation(run),
@@ -168,6 +169,8 @@ def _model(run: Run) -> dict[str, Any]:
         "stored_dtypes": dict(run.checkpoint.dtype_bytes),
         "tied_embeddings": shape.tied_embeddings,
         "coverage_percent": run.model.coverage_percent,
+        "experts": len(run.experts),
+        "rare_experts": [asdict(e) for e in rare(run.experts)],
         "unrecognized": [asdict(u) for u in run.model.unrecognized],
         "warnings": list(run.checkpoint.warnings),
     }
@@ -203,83 +206,6 @@ def _hardware(run: Run) -> dict[str, Any]:
         "memory_bytes": run.device.memory_bytes,
         "notes": list(run.device.notes),
     }
-
-
-def _components(run: Run, stack: Stack) -> list[dict[str, Any]]:
-    by_component: dict[Component, dict[Site, Choice]] = {}
-    for site, choice in stack.choices.items():
-        by_component.setdefault(site.component, {})[site] = choice
-    order = [c for c in Component if c in by_component]
-    return [_component(run, c, by_component[c]) for c in order]
-
-
-def _component(
-    run: Run, component: Component, choices: Mapping[Site, Choice]
-) -> dict[str, Any]:
-    totals = run.chooser.totals(Stack(choices))
-    counts = Counter(c.name for c in choices.values())
-    return {
-        "component": str(component),
-        "choice": counts.most_common(1)[0][0],
-        "choices": dict(counts.most_common()),
-        "sites": len(choices),
-        "kl_nats": _added(run, Stack(choices)),
-        "per_token_s": totals.per_token_s,
-        "first_token_s": totals.first_token_s,
-        "bytes": totals.memory_bytes,
-    }
-
-
-def _added(run: Run, stack: Stack) -> float:
-    """What the sites lose alone, added up and not corrected."""
-    return math.fsum(run.chooser.kl_sums(stack).values())
-
-
-def _layers(stack: Stack, layers: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [{"layer": i, "choices": {}} for i in range(layers)]
-    for site, choice in stack.choices.items():
-        if site.layer != WHOLE_MODEL:
-            rows[site.layer]["choices"][str(site.component)] = choice.name
-    return rows
-
-
-def _site(run: Run, site: Site, choice: Choice) -> dict[str, Any]:
-    rows = run.chooser.table[site]
-    mine = _alternative(run.chooser.row(site, choice))
-    return {
-        "site": str(site),
-        "component": str(site.component),
-        "layer": None if site.layer == WHOLE_MODEL else site.layer,
-        "choice": choice.name,
-        "kl_nats": mine["kl_nats"],
-        "per_token_s": mine["per_token_s"],
-        "first_token_s": mine["first_token_s"],
-        "bytes": mine["bytes"],
-        "reason": why_high(rows, choice),
-        "alternatives": [_alternative(r) for r in rows],
-    }
-
-
-def _alternative(row: Row) -> dict[str, Any]:
-    loss, cost = row.sensitivity, row.cost
-    return {
-        "choice": row.choice.name,
-        "kl_nats": loss.kl_nats if loss else None,
-        "kl_nats_se": _finite(loss.kl_nats_se) if loss else None,
-        "exact": loss.exact if loss else None,
-        "sqnr_db": _finite(loss.sqnr_db) if loss else None,
-        "saturated": loss.saturated if loss else None,
-        "flushed": loss.flushed if loss else None,
-        "per_token_s": cost.per_token_s if cost else None,
-        "first_token_s": cost.first_token_s if cost else None,
-        "bytes": cost.weight_bytes + cost.kv_bytes if cost else None,
-        "refused": row.refused,
-    }
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no infinity: None says that nothing was lost."""
-    return value if math.isfinite(value) else None
 
 
 def _totals(totals: Totals) -> dict[str, Any]:
@@ -350,7 +276,7 @@ def _validated(run: Run, label: str, quality: Quality) -> dict[str, Any]:
         "chosen": label == run.verdict.label,
         "front_id": where,
         "predicted_kl_nats": totals.kl_nats,
-        "added_kl_nats": _added(run, stack),
+        "added_kl_nats": added_kl_nats(run, stack),
         "per_token_s": totals.per_token_s,
         "first_token_s": totals.first_token_s,
         "bytes": totals.weight_bytes,
@@ -392,6 +318,14 @@ def _limits(run: Run) -> list[str]:
 def _warnings(run: Run) -> list[str]:
     context = run.spec.workload.prompt_tokens + run.spec.workload.output_tokens
     said = list(run.tokens.warnings)
+    few = rare(run.experts)
+    if few:
+        named = ", ".join(f"{e.name} ({e.tokens})" for e in few[:NAMED_EXPERTS])
+        said.append(
+            f"{len(few)} of {len(run.experts)} experts got hardly any calibration tokens:"
+            f" {named}; their input scale is their layer's. Calibrate on more data, or "
+            "on data that reaches them"
+        )
     longest = run.model.shape.max_context
     if 0 < longest < context:
         said.append(

@@ -167,6 +167,7 @@ def _run(
         verdict=Verdict(outcome, plan.CHOSEN, advice),
         contrast=contrast,
         rounding=rounding,
+        experts=work.experts(),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 from torch import Tensor
 
 from optimizer import stream, tokens
@@ -25,6 +26,7 @@ from optimizer.contrast import Contrast
 from optimizer.errors import ModelError
 from optimizer.exact import exact
 from optimizer.execute import Amaxes, WeightCodes
+from optimizer.experts import ExpertCounts, ExpertTokens, counting
 from optimizer.model import LoadedModel, load
 from optimizer.pieces import Piece, Pieces, Result, key_of
 from optimizer.recode import Gain, recode
@@ -124,8 +126,18 @@ class Work:
 
     def amaxes(self) -> Amaxes:
         """Calibrate: return what static scales are made from."""
-        found = self._run([self._piece("calibrate", part) for part in self._parts()])
-        return amaxes(stats_from_json(found))
+        return amaxes(stats_from_json(r["stats"] for r in self._calibrated()))
+
+    def experts(self) -> tuple[ExpertTokens, ...]:
+        """Return how many calibration tokens each expert got; nothing without experts."""
+        counts = ExpertCounts()
+        for result in self._calibrated():
+            for layer, seen in result["experts"].items():
+                counts.add(int(layer), torch.tensor(seen))
+        return counts.tokens(self.outline)
+
+    def _calibrated(self) -> list[Result]:
+        return self._run([self._piece("calibrate", part) for part in self._parts()])
 
     def sensitivities(self, wanted: Candidates) -> Sensitivities:
         """Sweep: return what every wanted choice loses."""
@@ -283,10 +295,12 @@ class Work:
 
     def _calibrate(self, numbers: Sequence[int]) -> Result:
         sequences = [self.tokens.calibration.sequences[n] for n in numbers]
-        stats = calibrate(
-            self.model, sequences, self.inside, kept=self.kept, numbers=numbers
-        )
-        return stats_to_json(stats)
+        with counting(self.model) as counts:
+            stats = calibrate(
+                self.model, sequences, self.inside, kept=self.kept, numbers=numbers
+            )
+        experts = {str(k): v.tolist() for k, v in sorted(counts.by_layer.items())}
+        return {"stats": stats_to_json(stats), "experts": experts}
 
     def _sweep(self, sequences: Sequence[int], family: str) -> Result:
         numbered = {n: self.tokens.calibration.sequences[n] for n in sequences}

@@ -1,0 +1,93 @@
+"""The part of the document that goes site by site."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from optimizer.choose import Row
+from optimizer.reasons import why_high
+from optimizer.stack import WHOLE_MODEL, Choice, Component, Site, Stack
+
+if TYPE_CHECKING:
+    from optimizer.document import Run
+
+
+def components(run: "Run", stack: Stack) -> list[dict[str, Any]]:
+    """Return what every kind of site got, loses and costs."""
+    by_component: dict[Component, dict[Site, Choice]] = {}
+    for site, choice in stack.choices.items():
+        by_component.setdefault(site.component, {})[site] = choice
+    order = [c for c in Component if c in by_component]
+    return [_component(run, c, by_component[c]) for c in order]
+
+
+def _component(
+    run: "Run", component: Component, choices: Mapping[Site, Choice]
+) -> dict[str, Any]:
+    totals = run.chooser.totals(Stack(choices))
+    counts = Counter(c.name for c in choices.values())
+    return {
+        "component": str(component),
+        "choice": counts.most_common(1)[0][0],
+        "choices": dict(counts.most_common()),
+        "sites": len(choices),
+        "kl_nats": added_kl_nats(run, Stack(choices)),
+        "per_token_s": totals.per_token_s,
+        "first_token_s": totals.first_token_s,
+        "bytes": totals.memory_bytes,
+    }
+
+
+def added_kl_nats(run: "Run", stack: Stack) -> float:
+    """What the sites lose alone, added up and not corrected."""
+    return math.fsum(run.chooser.kl_sums(stack).values())
+
+
+def layers(stack: Stack, count: int) -> list[dict[str, Any]]:
+    """Return what every layer got."""
+    rows: list[dict[str, Any]] = [{"layer": i, "choices": {}} for i in range(count)]
+    for site, choice in stack.choices.items():
+        if site.layer != WHOLE_MODEL:
+            rows[site.layer]["choices"][str(site.component)] = choice.name
+    return rows
+
+
+def site_row(run: "Run", site: Site, choice: Choice) -> dict[str, Any]:
+    """Return one site of a stack, with its alternatives."""
+    rows = run.chooser.table[site]
+    mine = _alternative(run.chooser.row(site, choice))
+    return {
+        "site": str(site),
+        "component": str(site.component),
+        "layer": None if site.layer == WHOLE_MODEL else site.layer,
+        "choice": choice.name,
+        "kl_nats": mine["kl_nats"],
+        "per_token_s": mine["per_token_s"],
+        "first_token_s": mine["first_token_s"],
+        "bytes": mine["bytes"],
+        "reason": why_high(rows, choice),
+        "alternatives": [_alternative(r) for r in rows],
+    }
+
+
+def _alternative(row: Row) -> dict[str, Any]:
+    loss, cost = row.sensitivity, row.cost
+    return {
+        "choice": row.choice.name,
+        "kl_nats": loss.kl_nats if loss else None,
+        "kl_nats_se": _finite(loss.kl_nats_se) if loss else None,
+        "exact": loss.exact if loss else None,
+        "sqnr_db": _finite(loss.sqnr_db) if loss else None,
+        "saturated": loss.saturated if loss else None,
+        "flushed": loss.flushed if loss else None,
+        "per_token_s": cost.per_token_s if cost else None,
+        "first_token_s": cost.first_token_s if cost else None,
+        "bytes": cost.weight_bytes + cost.kv_bytes if cost else None,
+        "refused": row.refused,
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: None says that nothing was lost."""
+    return value if math.isfinite(value) else None
