@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from optimizer import units
 from optimizer.report import render_html
 from tests.optimizer.example_document import example_document
 
@@ -128,7 +129,7 @@ def test_each_point_of_the_front_is_in_the_table_and_in_the_plot(
         assert row[3] == three(p["kl_nats"])
         assert row[6] == f"{three(p['memory_bytes'] / 1e6)} MB"
         meets = p["per_token_s"] <= document["verdict"]["sla"]["per_token_s"]
-        assert row[8] == ("yes" if meets else "no")
+        assert row[10] == ("yes" if meets else "no")
         assert f"<title>{p['id']}: " in html
     assert html.count('class="ring"') == 2  # the chosen one, and the legend's
     assert f"chosen: {document['verdict']['chosen']}" in page.text["front"]
@@ -376,5 +377,47 @@ def test_without_sla_and_contrast_the_page_says_so() -> None:
     }
     page = Page(render_html(document))
     assert "On other data" not in page.text["sensitivity"]
-    assert page.row("front", "p0")[8] == "no SLA"
+    assert page.row("front", "p0")[10] == "no SLA"
     assert 'class="limit"' not in render_html(document)
+
+
+def test_how_predictions_were_corrected_is_said() -> None:
+    document = example_document(layers=2)
+    document["prediction"] = {
+        "measured_stacks": 9,
+        "rounds": 2,
+        "residual": 0.07,
+        "agrees": True,
+    }
+    document["front"][0]["stability"] = {
+        "saturated": 1e-4,
+        "fallback": 0.03,
+        "worst_token_kl_nats": None,
+    }
+    page = Page(render_html(document))
+    assert "9 whole stacks, measured in 2 rounds, corrected it" in page.text["front"]
+    assert f"predicted within {units.share(0.07)} (root" in page.text["front"]
+    assert "predicted within its interval" in page.text["front"]
+    row = page.row("front", document["front"][0]["id"])
+    assert row[8].startswith("3")
+    assert row[9] == "—"
+    document["prediction"]["agrees"] = False
+    assert "go by measured figures" in Page(render_html(document)).text["front"]
+
+
+def test_what_compensation_gained_is_said() -> None:
+    document = example_document(layers=2)
+    document["rounding"] = {
+        "asked": "compensated",
+        "used": "compensated",
+        "nearest_kl_nats": {"value": 0.02, "low": 0.018, "high": 0.022},
+        "compensated_kl_nats": {"value": 0.01, "low": 0.009, "high": 0.011},
+        "gain": {"matrices": 30, "loss": 0.5, "nearest_loss": 2.0},
+    }
+    text = Page(render_html(document)).text["validation"]
+    assert "The FP8 weights of 30 matrices" in text
+    assert "fell to 25" in text
+    assert "uses the compensated weights" in text
+    document["rounding"] = {"asked": "nearest", "used": "nearest"}
+    text = Page(render_html(document)).text["validation"]
+    assert "Rounding that compensates" not in text
