@@ -49,16 +49,22 @@ class Collapse:
             self.joined + other.joined,
         )
 
-    def add(self, x: Tensor, rounded: Tensor) -> None:
-        """Count `COLLAPSE_ROWS` rows of `x` (..., n), and of what became of them."""
+    def add(self, x: Tensor, codes: Tensor, scale: Tensor | None = None) -> None:
+        """Count `COLLAPSE_ROWS` rows of `x` (..., n), and of the codes they became.
+
+        `scale` is asked for only where values of one row have different ones.
+        """
         if x.numel() == 0:
             return
-        elements = COLLAPSE_ROWS * x.shape[-1]
-        before = sampled_rows(x.detach(), elements)[:COLLAPSE_ROWS]
-        after = sampled_rows(rounded.detach(), elements)[:COLLAPSE_ROWS]
+        if scale is not None and scale.ndim and scale.shape[-1] > 1:
+            codes = codes * scale
+        n = x.shape[-1]
+        before, after = (
+            sampled_rows(t.detach(), COLLAPSE_ROWS * n)[:COLLAPSE_ROWS]
+            for t in (x, codes)
+        )
         inputs, same = _runs(before)
         values, together = _runs(after)
-        n = before.shape[-1]
         self.rows += len(before)
         self.inputs += inputs
         self.values += values

@@ -106,6 +106,17 @@ def test_rows_are_few_and_the_same_each_time() -> None:
     assert found == counted(x, round_to_format(x, E4M3))
 
 
+def test_equal_codes_of_different_blocks_are_different_values() -> None:
+    x = torch.tensor([[1.0, 2.0, 4.0]])
+    codes, scale = torch.tensor([[1.0, 1.0, 2.0]]), torch.tensor([[1.0, 2.0, 2.0]])
+    found = Collapse()
+    found.add(x, codes, scale)
+    assert found.share == 0.0
+    shared = Collapse()
+    shared.add(x, codes, torch.tensor([[2.0]]))  # one scale for the row says nothing
+    assert shared == counted(x, codes)
+
+
 def test_merging_adds_up() -> None:
     parts = [counted(x, round_to_format(x, E4M3)) for x in (normal(3, 9), normal(2, 7))]
     assert parts[0].merge(parts[1]) == parts[1].merge(parts[0])
