@@ -15,6 +15,7 @@ from optimizer.errors import NonFiniteError
 from optimizer.execute import Operand, Reference
 from optimizer.model import LoadedModel
 from optimizer.stack import Component, Role, Site
+from optimizer.totals import sum_of_magnitudes
 from optimizer.walk import Activations, Told, silent, walk
 
 INSIDE_ATTENTION = frozenset(
@@ -55,7 +56,7 @@ def observe(x: Tensor, keep: Tensor | None, largest_over: tuple[int, ...]) -> St
         count = int(keep.expand_as(x).sum())
     # Two reductions read x twice and still beat one of x.abs(), which is a copy.
     largest = torch.maximum(x.amax(dim=largest_over), -x.amin(dim=largest_over))
-    total = float(x.abs().sum(dtype=torch.float64))
+    total = sum_of_magnitudes(x)
     return Stats(largest.float(), total / count if count else 0.0, count)
 
 

@@ -10,6 +10,7 @@ from optimizer.metrics import logits_kl_nats
 from optimizer.model import LoadedModel
 from optimizer.stack import WHOLE_MODEL, Choice, Component, Site, Stack, roundings
 from optimizer.sums import Candidates
+from optimizer.totals import sum_of
 from optimizer.walk import Activations, Told, silent, walk
 
 
@@ -42,7 +43,7 @@ def exact(
             executor = Stacked(Stack({site: choice}), amaxes, weights)
             logits = _rest(model, ids, kept, site, executor)
             kl = logits_kl_nats(truth[0], logits, p)
-            lost[site, choice] += float(kl.sum(dtype=torch.float64))
+            lost[site, choice] += sum_of(kl)
             progress(index * len(run) + done + 1, len(sequences) * len(run))
     return {pair: kl / tokens for pair, kl in lost.items()}
 

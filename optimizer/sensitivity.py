@@ -50,6 +50,7 @@ from optimizer.sums import (
     total,
     wanted_roundings,
 )
+from optimizer.totals import sum_of, sum_of_squares
 from optimizer.walk import Activations, Told, silent, walk
 
 __all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sweep"]
@@ -108,7 +109,7 @@ class _Whole:
         low, high = x.aminmax()
         return cls(
             x=x,
-            signal=float(torch.linalg.vector_norm(x)) ** 2,
+            signal=sum_of_squares(x),
             nonzero=int(x.count_nonzero()),
             largest=max(-float(low), float(high)),
         )
@@ -279,7 +280,7 @@ class Sweep(Reference):
         sums = self.sums.at(key)
         codes, scale = operand
         sums.signal += whole.signal
-        sums.noise += float(error.sum())
+        sums.noise += sum_of(error)
         sums.count += codes.numel()
         if scale is not None:  # what has no scale has fp32's range, or nearly
             sums.flushed += whole.nonzero - int(codes.count_nonzero())

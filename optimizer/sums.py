@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from optimizer.stack import Choice, Precision, Role, Site, roundings
+from optimizer.totals import dot
 
 Candidates = Mapping[Site, Sequence[Choice]]
 
@@ -26,7 +26,7 @@ class Rounding:
 
     def lose(self, sequence: int, error: Tensor, squared: Tensor) -> None:
         """Add g² δ² of one tensor of a sequence."""
-        lost = 0.5 * float(torch.dot(error.flatten(), squared.flatten()))
+        lost = 0.5 * dot(error, squared)
         self.kl[sequence] = self.kl.get(sequence, 0.0) + lost
 
     def merge(self, other: "Rounding") -> None:

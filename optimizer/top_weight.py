@@ -7,7 +7,6 @@ narrow format does to attention shows here before it shows in the loss.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from optimizer.execute import (
@@ -20,6 +19,7 @@ from optimizer.execute import (
 )
 from optimizer.model import AttentionStep
 from optimizer.stack import Choice, Component, Role, Site, Stack
+from optimizer.totals import sum_of
 
 INSIDE = (Component.ATTN_SCORES, Component.ATTN_SOFTMAX)  # what may move a weight here
 
@@ -44,7 +44,7 @@ class TopWeight:
         top = p.detach().amax(-1)  # (batch, heads, queries)
         if keep is not None:
             top = top.transpose(1, 2)[keep]
-        self.total += float(top.sum(dtype=torch.float64))
+        self.total += sum_of(top)
         self.count += top.numel()
 
     def merge(self, other: "TopWeight") -> "TopWeight":
