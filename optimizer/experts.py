@@ -124,7 +124,8 @@ def _block_forward(
     """Return the block's forward: (batch, tokens, hidden) to the same."""
 
     def forward(hidden: Tensor) -> Tensor:
-        logits = model.executor.linear(matrices.router, hidden)
+        routed = hidden.view_as(hidden)  # its gradient is that of the routers alone
+        logits = model.executor.linear(matrices.router, routed)
         chosen, shares = _top(block.gate, logits.flatten(0, 1))
         if model.visible is not None:
             chosen = chosen.masked_fill(~model.visible.reshape(-1, 1), -1)
@@ -134,7 +135,8 @@ def _block_forward(
         shared = getattr(block, "shared_expert", None)
         if shared is None:
             return out
-        return out + torch.sigmoid(block.shared_expert_gate(hidden)) * shared(hidden)
+        share = torch.sigmoid(block.shared_expert_gate(routed))
+        return out + share * shared(hidden.view_as(hidden))
 
     return forward
 

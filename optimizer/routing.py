@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ATTENTION = "precision_four_steps"  # what transformers' attention interface calls
 ROUTE = "precision_route"
+FFN_BLOCKS = ("mlp", "ffn", "intermediate")
 # Layers that hand on a tuple, hidden states first.
 TUPLE_LAYERS = frozenset({"FalconDecoderLayer", "MptBlock"})
 
@@ -84,17 +85,16 @@ def _route_layer(
 ) -> None:
     attention = attention_module(layer)
     attention.__dict__[ROUTE] = (model, index)  # beside the module tree, not in it
-    own = own_forward(attention, attend)
-    if own is not None:
-        _replace(attention, own)
+    _replace(attention, _apart(own_forward(attention, attend) or attention.forward))
+    route_experts(model, index, layer)
     for path, module in layer.named_modules():
         if is_norm(module):
             _tap_norm(model, module, Site(index, Component.NORMS))
         elif path in ACTIVATIONS:
             _tap_around(model, module, Site(index, Component.FFN_ACT))
-        elif type(module).__name__ == "FalconMLP":
-            _replace(module, _fresh(module.forward))
-    route_experts(model, index, layer)
+        elif path in FFN_BLOCKS:
+            fresh = type(module).__name__ == "FalconMLP"
+            _replace(module, _apart(module.forward, fresh))
     if type(layer).__name__ in TUPLE_LAYERS:
         _replace(layer, _as_tuple(around(model, index, _alone(layer.forward))))
     else:
@@ -109,9 +109,23 @@ def _as_tuple(inner: Callable[..., Any]) -> Callable[..., tuple[Any, None]]:
     return lambda *args, **kwargs: (inner(*args, **kwargs), None)
 
 
-def _fresh(inner: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Falcon adds to the MLP's output in place, which an executor may have kept."""
-    return lambda x: inner(x).clone()
+def _apart(inner: Callable[..., Any], fresh: bool = False) -> Callable[..., Any]:
+    """Give a block a second name for what it reads, with the gradient of it alone.
+
+    It may be the residual stream (BERT) or another block's input (Falcon). `fresh`:
+    a copy of what it returns, which Falcon adds to in place.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (args[0].view_as(args[0]), *args[1:])
+        else:
+            hidden = kwargs["hidden_states"]
+            kwargs["hidden_states"] = hidden.view_as(hidden)
+        out = inner(*args, **kwargs)
+        return out.clone() if fresh else out
+
+    return forward
 
 
 def _linear_forward(

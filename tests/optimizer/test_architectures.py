@@ -85,6 +85,11 @@ def test_there_is_a_tiny_model_of_every_architecture_that_is_allowed() -> None:
     assert set(tiny.MAKERS) == set(ARCHITECTURES)
 
 
+def test_the_readme_names_every_architecture() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    assert [a for a in ARCHITECTURES if f"`{a}`" not in readme] == []
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_the_reference_run_is_transformers_own(name: str) -> None:
     ids = tiny.ids(24, batch=2)  # longer than the sliding windows

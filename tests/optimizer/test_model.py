@@ -87,6 +87,20 @@ def test_what_is_not_recognized_is_listed_with_a_reason() -> None:
     assert model.coverage_percent == pytest.approx(100 * (total - extra) / total)
 
 
+def test_a_matrix_that_is_no_linear_layer_is_listed_too() -> None:
+    class Duck(nn.Module):  # C5: it multiplies, and only its weight says so
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(8, 32))
+
+    network = tiny.network()
+    network.model.layers[0].mlp.gate_proj = Duck()  # type: ignore[union-attr, index]
+    (found,) = instrument(network, "LlamaForCausalLM").unrecognized
+    assert found.module == "model.layers.0.mlp.gate_proj"
+    assert "Duck" in found.reason
+    assert found.parameters == 8 * 32
+
+
 def test_subclasses_of_linear_are_linear() -> None:
     class FalconLinear(nn.Linear):  # C5
         pass
