@@ -107,7 +107,11 @@ class DataRef(Body):
 
 
 class Search(Body):
-    """What the search may choose from."""
+    """What the search may choose from.
+
+    `formats` beyond the usual ones, fp6_e3m2, fp4_e2m1, int8 and int4, are candidates
+    for linear layers where they are named and the device has them.
+    """
 
     formats: Annotated[list[Word], Field(min_length=1, max_length=16)] | None = None
     engine: Word | None = None

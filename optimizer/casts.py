@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from optimizer.cost import fit, quantize_s, size_bytes
+from optimizer.cost import fit, quantize_s
 from optimizer.formats import FORMATS
 from optimizer.hardware import Device
+from optimizer.sizes import size_bytes
 from optimizer.spec import Workload
 from optimizer.stack import (
     LINEAR,

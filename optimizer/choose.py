@@ -15,7 +15,8 @@ from optimizer import search
 from optimizer.casts import NO_CASTS, Casts
 from optimizer.cost import SiteCost, site_cost, tied_bytes
 from optimizer.formats import FP16
-from optimizer.hardware import Device, refusals
+from optimizer.hardware import Device
+from optimizer.rules import refusals
 from optimizer.search import Edge, Option
 from optimizer.sensitivity import Sensitivities, Sensitivity
 from optimizer.spec import LatencySla, OptimizeSpec, Workload

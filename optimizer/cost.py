@@ -24,20 +24,21 @@ from types import MappingProxyType
 from optimizer.errors import HardwareError
 from optimizer.formats import FORMATS
 from optimizer.hardware import LOCAL, Device
+from optimizer.sizes import held_bytes, size_bytes
 from optimizer.spec import Workload
 from optimizer.stack import (
     LINEAR,
     Choice,
     Component,
-    Granularity,
     ModelShape,
     Precision,
     SiteShape,
     Stack,
 )
 
-SCALE_BYTES = 4  # scales are fp32
-QUANTIZE_BYTES = 3  # the pass to FP8 reads 2 bytes and writes 1 for every element
+# The pass to FP8 reads 2 bytes and writes 1 for every element; less than 1 in fewer
+# bits, which is not taken off.
+QUANTIZE_BYTES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +117,6 @@ def roofline_s(
     return max(flops / peak, bytes_moved / bandwidth)
 
 
-def size_bytes(fmt: str) -> int:
-    """Return the bytes of one element. KeyError for a format that does not exist."""
-    return FORMATS[fmt].bits // 8
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     """One forward pass: the prefill of a batch, or one decode step of it."""
@@ -183,15 +179,6 @@ def _stored(choice: Choice) -> Precision:
     return choice.weight or choice.input
 
 
-def _held_bytes(elements: int, row: int, precision: Precision) -> int:
-    """Bytes of a tensor whose output channels have `row` elements, with its scales."""
-    held = elements * size_bytes(precision.format)
-    if not FORMATS[precision.format].scaled or not elements:
-        return held
-    per_tensor = precision.granularity is Granularity.TENSOR
-    return held + SCALE_BYTES * (1 if per_tensor else math.ceil(elements / row))
-
-
 def _linear_s(
     shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
 ) -> float:
@@ -199,7 +186,7 @@ def _linear_s(
     last_only = shape.site.component is Component.LM_HEAD
     rows = step.sequences if last_only else step.tokens
     moved = (
-        _held_bytes(shape.n * shape.k, shape.k, _stored(choice))
+        held_bytes(shape.n * shape.k, shape.k, _stored(choice))
         + rows * shape.k * size_bytes(choice.input.format)
         + rows * shape.n * size_bytes(choice.output)
     )
@@ -212,7 +199,7 @@ def _linear_s(
 
 
 def _attention_s(
-    shape: SiteShape, choice: Choice, device: Device, step: _Step, row_bytes: int
+    shape: SiteShape, choice: Choice, device: Device, step: _Step, row_bytes: float
 ) -> float:
     """One of the two GEMMs in the fused kernel, without the cache.
 
@@ -243,7 +230,7 @@ def _values_s(
     return _attention_s(shape, choice, device, step, size_bytes(choice.output))
 
 
-def _cache_row_bytes(shape: SiteShape, choice: Choice) -> int:
+def _cache_row_bytes(shape: SiteShape, choice: Choice) -> float:
     """Bytes of K and V of one token. Their scales, static, are a few bytes a layer."""
     element = size_bytes(choice.input.format) + size_bytes(_stored(choice).format)
     return shape.kv_heads * shape.head_dim * element
@@ -315,7 +302,7 @@ def _kv_bytes(shape: SiteShape, choice: Choice, workload: Workload) -> int:
         return 0
     tokens = workload.prompt_tokens + workload.output_tokens
     held = tokens if shape.window is None else min(tokens, shape.window)
-    return workload.batch_size * held * _cache_row_bytes(shape, choice)
+    return math.ceil(workload.batch_size * held * _cache_row_bytes(shape, choice))
 
 
 def site_cost(
@@ -336,7 +323,7 @@ def site_cost(
     return SiteCost(
         per_token_s=seconds(shape, choice, device, decode, model),
         first_token_s=seconds(shape, choice, device, prefill, model),
-        weight_bytes=_held_bytes(shape.weight_elements, row, _stored(choice)),
+        weight_bytes=held_bytes(shape.weight_elements, row, _stored(choice)),
         kv_bytes=_kv_bytes(shape, choice, workload),
     )
 
@@ -351,7 +338,7 @@ def tied_bytes(model: ModelShape, embeddings: Choice, lm_head: Choice) -> int:
     They are two tensors, both stored, where they disagree or were never tied.
     """
     table, head = (
-        _held_bytes(shape.weight_elements, shape.k or model.hidden, _stored(choice))
+        held_bytes(shape.weight_elements, shape.k or model.hidden, _stored(choice))
         for shape, choice in (
             (_shape(model, Component.EMBEDDINGS), embeddings),
             (_shape(model, Component.LM_HEAD), lm_head),

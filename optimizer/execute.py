@@ -11,16 +11,26 @@ from torch import Tensor
 
 from optimizer.errors import SpecError
 from optimizer.formats import FORMATS
-from optimizer.matmul import linear, scaled_product
+from optimizer.matmul import (
+    grouped_product,
+    integer_product,
+    linear,
+    scaled,
+    scaled_product,
+)
 from optimizer.model import AttentionStep, LoadedModel
 from optimizer.quantize import (
     amax,
+    mx_scale,
+    nv_scale,
     quantize,
     round_to_format,
     scale_from_amax,
 )
 from optimizer.sites import LinearPart
 from optimizer.stack import (
+    GROUP_SIZES,
+    Choice,
     Component,
     Granularity,
     Precision,
@@ -32,6 +42,8 @@ from optimizer.stack import (
 
 Operand = tuple[Tensor, Tensor | None]  # codes and their scale; no scale: plain values
 Amaxes = Mapping[tuple[Site, Role], Tensor]  # (), or (heads,) for attention operands
+
+STATIC = frozenset({Granularity.TENSOR, Granularity.HEAD, Granularity.NV})
 
 
 class Reference:
@@ -77,7 +89,7 @@ class Reference:
         value = self.elementwise(cache, Role.WEIGHT, step.value)
         q = self.tap(scores, Role.INPUT, step.query)
         k = shared(self.tap(scores, Role.WEIGHT, key), groups)
-        s = multiply(q, (k[0].transpose(2, 3), k[1])) * step.scaling
+        s = multiply(q, transposed(k)) * step.scaling
         if step.softcap is not None:
             s = torch.tanh(s / step.softcap) * step.softcap
         s = self.elementwise(softmax, Role.INPUT, s, step.mask)
@@ -104,6 +116,14 @@ def shared(operand: Operand, groups: int) -> Operand:
     return codes.repeat_interleave(groups, dim=1), scale
 
 
+def transposed(operand: Operand) -> Operand:
+    """Swap tokens and features, of the scales as of the codes."""
+    codes, scale = operand
+    if scale is not None and scale.ndim == codes.ndim:
+        scale = scale.transpose(2, 3)
+    return codes.transpose(2, 3), scale
+
+
 def multiply(a: Operand, b: Operand) -> Tensor:
     """Return a @ b: codes in fp32 first, scales after."""
     product = a[0] @ b[0]
@@ -118,24 +138,60 @@ def round_operand(
 ) -> Operand:
     """Return `x` as codes of `precision.format` and their scale.
 
-    Static granularities (tensor, head) take their scale from `calibrated`: the amax
-    () or (heads,) of calibration; dynamic ones (token, channel) from `x` itself.
+    Static granularities (tensor, head; the tensor's share of nv) take their scale
+    from `calibrated`: the amax () or (heads,) of calibration; dynamic ones from `x`
+    itself. The scale broadcasts against the codes; of groups it has their shape.
     """
     fmt = FORMATS[precision.format]
     if fmt.name == "fp32":
         return x, None
     if not fmt.scaled:
         return round_to_format(x, fmt), None
-    if precision.granularity in (Granularity.TOKEN, Granularity.CHANNEL):
-        largest = amax(x, Granularity.TOKEN)
+    if precision.granularity not in STATIC:
+        scale = dynamic_scale(x, precision)
     elif calibrated is None:
         raise SpecError(f"{precision} is static, and nothing was calibrated for it")
-    elif precision.granularity is Granularity.HEAD:
-        largest = calibrated.view(1, -1, 1, 1)
     else:
-        largest = calibrated.amax()
-    scale = scale_from_amax(largest, fmt)
+        scale = static_scale(x, precision, calibrated)
     return quantize(x, scale, fmt), scale
+
+
+def dynamic_scale(x: Tensor, precision: Precision) -> Tensor:
+    """Return the scales that follow from `x` alone, broadcastable against it."""
+    fmt = FORMATS[precision.format]
+    largest = amax(x, precision.granularity)
+    if precision.granularity is Granularity.MX:
+        return mx_scale(largest, fmt)
+    return scale_from_amax(largest, fmt)
+
+
+def static_scale(x: Tensor, precision: Precision, calibrated: Tensor) -> Tensor:
+    """Return the scales of `x` that rest on the amax () or (heads,) of calibration."""
+    fmt = FORMATS[precision.format]
+    match precision.granularity:
+        case Granularity.HEAD:
+            return scale_from_amax(calibrated.view(1, -1, 1, 1), fmt)
+        case Granularity.NV:
+            return nv_scale(amax(x, Granularity.NV), calibrated.amax(), fmt)
+        case _:
+            return scale_from_amax(calibrated.amax(), fmt)
+
+
+def multiply_codes(x: Operand, weight: Operand, choice: Choice) -> Tensor:
+    """Return x Wᵀ as the kernel of a linear `choice` sums and scales it: (..., n)."""
+    assert choice.weight is not None
+    shared_by = {choice.input.granularity, choice.weight.granularity}
+    if choice.input.format == "fp16":  # more bits than `matmul_codes` promises
+        return linear(x[0], weight[0])
+    if FORMATS[choice.input.format].integer:
+        return scaled(integer_product(x[0], weight[0]), x[1], weight[1])
+    if shared_by & {Granularity.MX, Granularity.NV}:
+        # Codes of 4 and 6 bits times their scales are exact in float32 (nv: but for
+        # the last bit), so the units' sums of scaled products are plain ones.
+        return linear(apply_scale(*x), apply_scale(*weight))
+    if shared_by & {Granularity.BLOCK, Granularity.GROUP}:
+        return grouped_product(*x, *weight, GROUP_SIZES[choice.weight.granularity])
+    return scaled_product(*x, *weight)
 
 
 class WeightCodes:
@@ -151,7 +207,7 @@ class WeightCodes:
         self._made.clear()
 
     def get(self, part: LinearPart, precision: Precision) -> Operand:
-        """Return codes (out, in) and scale, () or (out, 1)."""
+        """Return codes (out, in) and scale: (), (out, 1), or of groups (out, in)."""
         key = (part.name, precision)
         if key not in self._made:
             self._made[key] = self._round(part, precision)
@@ -164,16 +220,16 @@ class WeightCodes:
             return weight, None
         if not fmt.scaled:
             return round_to_format(weight, fmt), None
-        scale = scale_from_amax(self._amax(part, precision.granularity), fmt)
+        scale = self._scale(part, weight, precision)
         return quantize(weight, scale, fmt), scale
 
-    def _amax(self, part: LinearPart, granularity: Granularity) -> Tensor:
-        if granularity is not Granularity.TENSOR:
-            return amax(part.weight, granularity)
+    def _scale(self, part: LinearPart, weight: Tensor, precision: Precision) -> Tensor:
+        if precision.granularity not in STATIC:
+            return dynamic_scale(weight, precision)
         # Engines fuse siblings (q, k, v; gate, up) into one matrix with one scale.
         fused = [p for p in self._siblings[part.site] if p.group == part.group]
         each = [p.weight.abs().amax() for p in fused]
-        return torch.stack(each).amax()
+        return static_scale(weight, precision, torch.stack(each))
 
 
 class Stacked(Reference):
@@ -207,10 +263,7 @@ class Stacked(Reference):
         assert choice.weight is not None
         weight = self._weights.get(part, choice.weight)
         rows = self._input(part.site, x)
-        if choice.input.format == "fp16":  # more bits than `matmul_codes` promises
-            y = linear(rows[0], weight[0])
-        else:
-            y = scaled_product(*rows, *weight)
+        y = multiply_codes(rows, weight, choice)
         if part.bias is not None:
             y = y + part.bias
         return round_to_format(y, FORMATS[choice.output])

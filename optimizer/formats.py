@@ -1,7 +1,9 @@
 """The number formats, as data: `data/formats.json`, checked against ml_dtypes.
 
 OCP 8-bit Floating Point Specification 1.0 for E4M3 and E5M2; OCP Microscaling
-Formats 1.0 for the 6- and 4-bit ones; IEEE 754 for fp16 and fp32.
+Formats 1.0 for the 6- and 4-bit ones; IEEE 754 for fp16 and fp32. An integer is a
+format without exponent bits, all of whose numbers are subnormals one apart; its
+largest number is that of the symmetric range, 127 or 7.
 """
 
 import json
@@ -13,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A binary floating-point format with subnormals."""
+    """A binary floating-point format with subnormals, or a signed integer."""
 
     name: str
     exponent_bits: int
@@ -22,6 +24,7 @@ class Format:
     max: float  # largest finite value; overflow saturates to it
     has_inf: bool
     has_negative_zero: bool
+    integer: bool = False  # two's complement
 
     @property
     def bits(self) -> int:
@@ -54,10 +57,25 @@ class Format:
         return self.bits <= 8
 
 
+def _integer(name: str, row: dict[str, Any]) -> Format:
+    stored = row["bits"] - 1  # beside the sign
+    return Format(
+        name=name,
+        exponent_bits=0,
+        mantissa_bits=stored,
+        bias=1 - stored,  # which makes 1 the distance of two subnormals
+        max=float(row["symmetric_quantisation_range"][1]),
+        has_inf=False,
+        has_negative_zero=False,
+        integer=True,
+    )
+
+
 def _read() -> dict[str, Format]:
     text = files("optimizer").joinpath("data/formats.json").read_text("utf-8")
     rows: dict[str, dict[str, Any]] = json.loads(text)["formats"]
-    floats = {k: r for k, r in rows.items() if r["mantissa_bits"]}  # no int, no e8m0
+    floats = {k: r for k, r in rows.items() if r["mantissa_bits"]}  # no e8m0
+    integers = {k: _integer(k, r) for k, r in rows.items() if k.startswith("int")}
     return {
         name: Format(
             name=name,
@@ -69,7 +87,7 @@ def _read() -> dict[str, Format]:
             has_negative_zero=row["has_negative_zero"],
         )
         for name, row in floats.items()
-    }
+    } | integers
 
 
 FORMATS = MappingProxyType(_read())

@@ -110,12 +110,65 @@ def scaled_product(
 
     `x_scale` is () or (..., 1), `weight_scale` has 1 or n elements; None: no scale.
     """
-    total = matmul_codes(x, weight.detach())
+    return scaled(matmul_codes(x, weight.detach()), x_scale, weight_scale)
+
+
+def scaled(
+    total: Tensor, x_scale: Tensor | None, weight_scale: Tensor | None
+) -> Tensor:
+    """Multiply sums of products of codes (..., n), in place, by the scales behind them."""
     if x_scale is not None:
         total.mul_(x_scale)
     if weight_scale is not None:
         total.mul_(weight_scale.reshape(-1))
     return total
+
+
+def grouped_product(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    group: int,
+) -> Tensor:
+    """Return x Wᵀ of codes whose scales change every `group` columns: (..., n).
+
+    Scales are (..., k) and (n, k), filled group by group; None: no scale. The sum
+    over a group, in float32, is scaled by the product of both scales, and the groups
+    are added in float32: what kernels for block scales do (DeepGEMM, CUTLASS).
+    """
+    rows = x.flatten(0, -2)
+    by_row = None if x_scale is None else x_scale.flatten(0, -2)
+    total = torch.zeros(len(rows), len(weight))
+    for start in range(0, rows.shape[-1], group):
+        part = slice(start, start + group)
+        sums = matmul_codes(
+            rows[:, part].contiguous(), weight.detach()[:, part].contiguous()
+        )
+        scale = torch.ones(())
+        if by_row is not None:
+            scale = scale * by_row[:, start, None]
+        if weight_scale is not None:
+            scale = scale * weight_scale[None, :, start]
+        total.addcmul_(sums, scale)
+    return total.view(*x.shape[:-1], len(weight))
+
+
+EXACT_COLUMNS = 1024  # 127 · 127 · 1024 < 2^24: float32 adds them up without rounding
+
+
+def integer_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ of int8 codes, summed exactly and rounded to float32 once: (..., n).
+
+    An int32 accumulator holds every sum of up to 133,000 columns.
+    """
+    parts = zip(
+        x.split(EXACT_COLUMNS, dim=-1),
+        weight.detach().split(EXACT_COLUMNS, dim=-1),
+        strict=True,
+    )
+    sums = [matmul_codes(a.contiguous(), b.contiguous()).double() for a, b in parts]
+    return torch.stack(sums).sum(dim=0).float()
 
 
 def linear_fp8(

@@ -5,6 +5,7 @@ are float32 tensors that hold numbers the format can represent; `to_codes` makes
 of them. torch's own FP8 casts are never used: their overflow changed between versions.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from optimizer.errors import NonFiniteError, SpecError
-from optimizer.formats import FP32, Format
+from optimizer.formats import E4M3, FP32, Format
 from optimizer.reference import decode
-from optimizer.stack import Granularity
+from optimizer.stack import GROUP_SIZES, Granularity
 
-BLOCK = 128  # rows and columns that share a scale, as DeepSeek-V3 and vLLM have it
+BLOCK = GROUP_SIZES[Granularity.BLOCK]  # rows and columns that share a scale
 PIECE = 1 << 15  # elements: fits the cache, and torch runs it in the calling thread,
 # without a barrier for every operation (×10 in time where others keep a core busy)
 PIECES_PER_THREAD = 8  # below, starting a thread costs more than it saves
@@ -38,7 +39,8 @@ def amax(x: Tensor, granularity: Granularity) -> Tensor:
 
     tensor: any shape -> (). channel and token: (..., features) -> (..., 1).
     head: (batch, heads, ...) -> (1, heads, 1, ...). block: (out, in) -> (out, in),
-    each 128×128 block filled with its amax. A NaN in a group makes its amax NaN.
+    each 128×128 block filled with its amax. group, mx, nv: (..., features) as it is,
+    each group of neighbors filled with its amax. A NaN in a group makes its amax NaN.
     """
     match granularity:
         case Granularity.TENSOR:
@@ -49,6 +51,8 @@ def amax(x: Tensor, granularity: Granularity) -> Tensor:
             largest = _largest(x, tuple(d for d in range(x.dim()) if d != 1))
         case Granularity.BLOCK:
             largest = _block_amax(x)
+        case Granularity.GROUP | Granularity.MX | Granularity.NV:
+            largest = _group_amax(x, GROUP_SIZES[granularity])
     return largest.float()
 
 
@@ -66,6 +70,12 @@ def _block_amax(x: Tensor) -> Tensor:
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     filled = _largest(blocks, (1, 3)).expand_as(blocks)  # (rows, 128, columns, 128)
     return filled.reshape(padded.shape)[:rows, :columns]
+
+
+def _group_amax(x: Tensor, size: int) -> Tensor:
+    columns = x.shape[-1]
+    groups = pad(x, (0, -columns % size)).unflatten(-1, (-1, size))
+    return _largest(groups, (-1,)).expand_as(groups).flatten(-2)[..., :columns]
 
 
 def finite_amax(x: Tensor, granularity: Granularity, where: str) -> Tensor:
@@ -92,6 +102,34 @@ def scale_from_amax(amax: Tensor, fmt: Format) -> Tensor:
         return ones
     scale = (amax.float() / fmt.max).clamp(min=TINY)
     return torch.where(amax == 0, ones, scale)  # NaN stays NaN: never hide it
+
+
+def mx_scale(amax: Tensor, fmt: Format) -> Tensor:
+    """Return `reference.e8m0_floor_scale` of each amax; 1 where amax is 0.
+
+    Rounding the exponent down is the rule of OCP MX 1.0: what lies in the top of its
+    binade saturates. On normal numbers that loses less than rounding up for
+    fp4_e2m1 (18.79 dB against 18.75) and little for fp6_e3m2 (25.37 against 25.55).
+    """
+    power = torch.bitwise_and(
+        amax.float().contiguous().view(torch.int32), EXPONENT_FIELD
+    )
+    unit = 2.0 ** (math.frexp(fmt.max)[1] - 1)
+    scale = (power.view(torch.float32) / unit).clamp(min=TINY)
+    scale = torch.where(amax == 0, torch.ones_like(scale), scale)
+    return torch.where(amax.isfinite(), scale, amax)  # NaN stays NaN
+
+
+def nv_scale(amax: Tensor, whole: Tensor, fmt: Format) -> Tensor:
+    """Return the scales of NVFP4: `reference.nv_block_scale` times the tensor's scale.
+
+    `amax` is that of each block and `whole` () that of the tensor, whose scale maps
+    it onto the largest block scale times the largest element.
+    """
+    tensor_scale = scale_from_amax(whole / E4M3.max, fmt)
+    block = quantize(amax / fmt.max, tensor_scale, E4M3)
+    block = block.clamp(min=E4M3.smallest_subnormal)
+    return torch.where(amax == 0, torch.ones_like(block), block) * tensor_scale
 
 
 def overflows(amax: Tensor | float, fmt: Format) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from optimizer.choose import Chooser, Row, Totals
 from optimizer.cost import SiteCost, site_cost
 from optimizer.formats import E4M3, E5M2, Format
-from optimizer.hardware import DEVICES, Device, refusals
+from optimizer.hardware import DEVICES, Device
+from optimizer.rules import refusals
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import Choice, Granularity, ModelShape, Role
 from optimizer.statistics import SiteStats
@@ -25,9 +26,9 @@ GROWING = 1.5  # times the bucket before; steady values stay below 1.2
 
 def why_high(rows: Sequence[Row], chosen: Choice) -> str | None:
     """Say why a site did not get FP8. None: it did."""
-    if chosen.is_fp8:
+    if chosen.is_narrow:
         return None
-    narrow = [r for r in rows if r.choice.is_fp8]
+    narrow = [r for r in rows if r.choice.is_narrow]
     usable = [r for r in narrow if r.refused is None]
     if not narrow:
         return "no FP8 choice exists for this kind of site"

@@ -13,7 +13,7 @@
 
 import math
 
-from optimizer.formats import Format
+from optimizer.formats import E4M3, Format
 
 
 def round_to(fmt: Format, x: float) -> float:
@@ -40,6 +40,8 @@ def encode(fmt: Format, x: float) -> int:
     if math.isnan(x):
         return _nan_code(fmt)
     rounded = round_to(fmt, x)
+    if fmt.integer:
+        return int(rounded) & ((1 << fmt.bits) - 1)
     exponent = _exponent(fmt, rounded)
     significand = int(math.ldexp(abs(rounded), fmt.mantissa_bits - exponent))
     # A normal significand has the implicit 1, which carries into the exponent field.
@@ -49,6 +51,8 @@ def encode(fmt: Format, x: float) -> int:
 
 def decode(fmt: Format, code: int) -> float:
     """Return the number that `code` stands for: finite, inf or NaN."""
+    if fmt.integer:
+        return float(code - (1 << fmt.bits if code & _sign_bit(fmt) else 0))
     sign = -1.0 if code & _sign_bit(fmt) else 1.0
     if code == _sign_bit(fmt) and not fmt.has_negative_zero:
         return math.nan
@@ -74,6 +78,8 @@ def _sign_bit(fmt: Format) -> int:
 
 
 def _nan_code(fmt: Format) -> int:
+    if fmt.integer:
+        raise ValueError(f"{fmt.name} has no code for NaN")
     highest = _sign_bit(fmt) - 1
     code = highest if fmt.has_negative_zero else _sign_bit(fmt)
     if not math.isnan(decode(fmt, code)):
@@ -98,3 +104,15 @@ def e8m0_ceil_scale(amax: float, fmt: Format) -> float:
     """Return the smallest power of two under which `amax` does not saturate."""
     fraction, exponent = math.frexp(amax / fmt.max)
     return 2.0 ** (exponent - 1 if fraction == 0.5 else exponent)
+
+
+def nv_block_scale(amax: float, tensor_scale: float, fmt: Format) -> float:
+    """Return the e4m3 number that, times `tensor_scale`, scales a block of NVFP4.
+
+    It is amax / fmt.max in units of the tensor's scale, rounded, and never zero: a
+    block too small for e4m3 gets its smallest number. A block of zeros gets 1.
+    """
+    if amax == 0:
+        return 1.0
+    block = round_to(E4M3, amax / fmt.max / tensor_scale)
+    return max(block, E4M3.smallest_subnormal)

@@ -24,8 +24,14 @@ _LETTERS = {
     "fp8_e4m3": "8",
     "fp8_e4m3_token": "t",
     "fp8_e4m3_head": "p",
+    "fp8_e4m3_block": "k",
     "fp8_e4m3_weight_only": "w",
     "fp8_e5m2": "5",
+    "fp6_e3m2_mx": "6",
+    "fp4_e2m1_mx": "4",
+    "fp4_e2m1_nv": "n",
+    "int8": "i",
+    "int4_weight_only": "j",
 }
 # Half decades, nats: fixed, so that the colors of two reports can be compared.
 HEAT_STEPS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)

@@ -48,7 +48,10 @@ class Granularity(StrEnum):
 
     Inputs: `tensor` is static (from calibration), `token` dynamic (one scale per
     row, from the row itself), `head` static per attention head. Weights: `tensor`,
-    `channel` (one scale per output row), `block` (one per 128×128 block).
+    `channel` (one scale per output row), `block` (one per 128×128 block). Both, in
+    groups along each row, from the group itself: `group` (128 numbers), `mx` (32
+    under a power of two, E8M0), `nv` (16 under an e4m3 number, and one fp32 scale
+    for the tensor, which is static for inputs).
     """
 
     TENSOR = "tensor"
@@ -56,6 +59,23 @@ class Granularity(StrEnum):
     TOKEN = "token"
     HEAD = "head"
     BLOCK = "block"
+    GROUP = "group"
+    MX = "mx"
+    NV = "nv"
+
+
+GROUP_SIZES: Mapping[Granularity, int] = MappingProxyType(
+    {
+        Granularity.BLOCK: 128,  # as DeepSeek-V3 and vLLM have it
+        Granularity.GROUP: 128,
+        Granularity.MX: 32,
+        Granularity.NV: 16,
+    }
+)
+"""How many neighbors in a row share a scale, where not all of them do."""
+
+WIDE = frozenset({"fp32", "tf32", "bf16", "fp16"})  # formats that carry no scale
+ON_REQUEST = frozenset({"fp6_e3m2", "fp4_e2m1", "int8", "int4"})  # formats to come
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,6 +106,21 @@ class Choice:
         """Whether any operand has eight bits."""
         formats = [self.input.format, *([self.weight.format] if self.weight else [])]
         return any(f.startswith("fp8") for f in formats)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether any operand has eight bits or fewer."""
+        return bool(self._formats - WIDE)
+
+    @property
+    def on_request(self) -> bool:
+        """Whether it is a candidate only where `search.formats` names its format."""
+        return bool(self._formats & ON_REQUEST)
+
+    @property
+    def _formats(self) -> frozenset[str]:
+        stored = {self.weight.format} if self.weight else set()
+        return frozenset({self.input.format} | stored)
 
     @property
     def weight_only(self) -> bool:
@@ -181,12 +216,9 @@ def _one(fmt: str) -> Choice:
     return Choice(fmt, Precision(fmt), None, fmt)
 
 
-_TENSOR, _TOKEN, _CHANNEL, _HEAD = (
-    Granularity.TENSOR,
-    Granularity.TOKEN,
-    Granularity.CHANNEL,
-    Granularity.HEAD,
-)
+_TOKEN, _CHANNEL, _HEAD = Granularity.TOKEN, Granularity.CHANNEL, Granularity.HEAD
+_BLOCK, _GROUP = Granularity.BLOCK, Granularity.GROUP
+_MX, _NV = Granularity.MX, Granularity.NV
 _E4M3, _E5M2 = "fp8_e4m3", "fp8_e5m2"
 
 _LINEAR_CHOICES = (
@@ -197,22 +229,35 @@ _LINEAR_CHOICES = (
     Choice(
         "fp8_e4m3_token", Precision(_E4M3, _TOKEN), Precision(_E4M3, _CHANNEL), "bf16"
     ),
+    Choice(
+        "fp8_e4m3_block", Precision(_E4M3, _GROUP), Precision(_E4M3, _BLOCK), "bf16"
+    ),
     # Hopper's kernels take e5m2 for one operand only: the input has the range.
     Choice("fp8_e5m2", Precision(_E5M2), Precision(_E4M3), "bf16"),
     Choice(
         "fp8_e4m3_weight_only", Precision("bf16"), Precision(_E4M3, _CHANNEL), "bf16"
     ),
+    *(
+        Choice(f"{f}_{g}", Precision(f, g), Precision(f, g), "bf16")
+        for f, g in (("fp6_e3m2", _MX), ("fp4_e2m1", _MX), ("fp4_e2m1", _NV))
+    ),
+    Choice("int8", Precision("int8", _TOKEN), Precision("int8", _CHANNEL), "bf16"),
+    Choice("int4_weight_only", Precision("bf16"), Precision("int4", _GROUP), "bf16"),
 )
 _SCORES_CHOICES = (
     # The accumulator holds fp32: attention kernels never round the scores themselves.
     *(Choice(f, Precision(f), Precision(f), "fp32") for f in ("fp32", "bf16", "fp16")),
     Choice("fp8_e4m3", Precision(_E4M3), Precision(_E4M3), "fp32"),
     Choice("fp8_e4m3_head", Precision(_E4M3, _HEAD), Precision(_E4M3, _HEAD), "fp32"),
+    Choice(
+        "fp8_e4m3_token", Precision(_E4M3, _TOKEN), Precision(_E4M3, _TOKEN), "fp32"
+    ),
     Choice("fp8_e5m2", Precision(_E5M2), Precision(_E4M3), "fp32"),
 )
 _VALUES_CHOICES = (
     *(_same(f) for f in ("fp32", "bf16", "fp16")),
     Choice("fp8_e4m3", Precision(_E4M3), Precision(_E4M3), "bf16"),
+    Choice("fp8_e4m3_head", Precision(_E4M3), Precision(_E4M3, _HEAD), "bf16"),
     Choice("fp8_e5m2", Precision(_E5M2), Precision(_E4M3), "bf16"),
 )
 _CACHE_CHOICES = (

@@ -33,7 +33,8 @@ def test_formats_say_which_may_be_asked_for(client: TestClient) -> None:
     listed = client.get("/v1/formats").json()["data"]
     assert [f["id"] for f in listed] == list(FORMATS)
     searchable = {f["id"] for f in listed if f["searchable"]}
-    assert searchable == {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"}
+    usual = {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"}
+    assert searchable == usual | {"fp6_e3m2", "fp4_e2m1", "int8", "int4"}  # on request
     e4m3 = next(f for f in listed if f["id"] == "fp8_e4m3")
     assert (e4m3["bits"], e4m3["max"]) == (8, 448.0)
 

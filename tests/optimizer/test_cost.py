@@ -381,10 +381,16 @@ def test_embeddings_gather_one_row_for_each_token() -> None:
         ("fp8_e4m3", 4096 + 4),  # one scale
         ("fp8_e4m3_token", 4096 + 4 * 64),  # one for each of 64 outputs
         ("fp8_e4m3_weight_only", 4096 + 4 * 64),
+        ("fp8_e4m3_block", 4096 + 4),  # all in one block
+        ("fp6_e3m2_mx", 4096 * 6 // 8 + 64 * 2),  # a byte for 32 numbers
+        ("fp4_e2m1_mx", 4096 // 2 + 64 * 2),
+        ("fp4_e2m1_nv", 4096 // 2 + 64 * 4 + 4),  # a byte for 16, and the tensor's
+        ("int8", 4096 + 4 * 64),
+        ("int4_weight_only", 4096 // 2 + 4 * 64),  # a group is longer than the row
     ],
 )
 def test_weight_bytes_count_the_scales(name: str, stored: int) -> None:
     choice = choice_named(Component.FFN_IN, name)
-    cost = site_cost(linear(64, 64), choice, H100, ONE, MODEL)
+    cost = site_cost(linear(64, 64), choice, device("b200"), ONE, MODEL)
     assert cost.weight_bytes == stored
     assert cost.kv_bytes == 0

@@ -3,7 +3,8 @@ import math
 import pytest
 
 from optimizer.cost import fits, site_cost, stack_cost, tied_bytes
-from optimizer.hardware import DEVICES, Device, device, refusals
+from optimizer.hardware import DEVICES, Device, device
+from optimizer.rules import refusals
 from optimizer.spec import SWEPT_FORMATS, Workload
 from optimizer.stack import (
     LINEAR,

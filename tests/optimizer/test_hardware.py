@@ -12,8 +12,8 @@ from optimizer.hardware import (
     Device,
     _check,
     device,
-    refusals,
 )
+from optimizer.rules import refusals
 from optimizer.spec import ENGINES, SWEPT_FORMATS
 from optimizer.stack import (
     CHOICES,

@@ -1,0 +1,251 @@
+"""What a device and an engine refuse to run, and why.
+
+Capabilities are looked up by exact architecture, as in `hardware`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from optimizer.errors import HardwareError
+from optimizer.hardware import Device
+from optimizer.stack import (
+    CHOICES,
+    GROUP_SIZES,
+    LINEAR,
+    WIDE,
+    Choice,
+    Component,
+    Granularity,
+    Precision,
+    SiteShape,
+)
+
+FP8_MULTIPLE = 16  # cuBLASLt and `torch._scaled_mm` take K and N in steps of 16
+_FP8_ATTENTION = frozenset({"9.0", "10.0"})  # FlashAttention-3; Transformer Engine
+_HEAD_CACHE = frozenset({"9.0"})  # scales for each head: FlashAttention-3 alone
+_BLOCK_KERNELS = frozenset({"9.0", "10.0", "12.0"})  # CUTLASS and DeepGEMM, as in vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """May this site of this engine on this device get this choice?"""
+
+    device: Device
+    engine: str
+    shape: SiteShape
+    formats: tuple[str, ...]
+    choice: Choice
+
+    @property
+    def component(self) -> Component:
+        return self.shape.site.component
+
+    @property
+    def is_storage(self) -> bool:
+        """Whether what is narrow is widened before anything is computed."""
+        stored = self.component in (Component.EMBEDDINGS, Component.KV_CACHE)
+        return self.choice.weight_only or (stored and self.choice.is_narrow)
+
+    @property
+    def is_narrow_linear(self) -> bool:
+        narrow = self.choice.is_narrow and not self.is_storage
+        return narrow and self.component in LINEAR
+
+    @property
+    def is_attention(self) -> bool:
+        return self.component in (Component.ATTN_SCORES, Component.ATTN_VALUES)
+
+    @property
+    def narrow(self) -> str:
+        """The format that gives a narrow choice its name."""
+        own, weight = self.choice.input.format, self.choice.weight
+        return own if own not in WIDE or weight is None else weight.format
+
+    @property
+    def operands(self) -> tuple[Precision, ...]:
+        weight = self.choice.weight
+        return (self.choice.input, *([weight] if weight else []))
+
+    @property
+    def granularities(self) -> frozenset[Granularity]:
+        return frozenset(p.granularity for p in self.operands)
+
+
+Rule = Callable[[_Question], str | None]  # the reason for "no", or None
+
+
+def _searched(q: _Question) -> str | None:
+    if q.choice.is_narrow and q.narrow not in q.formats:
+        return f"{q.narrow} is not in search.formats"
+    return None
+
+
+def _sixteen_bits(q: _Question) -> str | None:
+    fmt = q.choice.input.format
+    if fmt not in ("bf16", "fp16") or fmt == q.device.base16:
+        return None
+    if fmt not in q.device.native:
+        return f"{q.device.name} has no {fmt} arithmetic"
+    return f"{fmt} is a candidate only where bf16 is missing"
+
+
+def _fp32(q: _Question) -> str | None:
+    multiplies = q.component in (*LINEAR, Component.ROUTER) or q.is_attention
+    if q.choice.name == "fp32" and multiplies and not q.device.multiplies("fp32"):
+        return f"no fp32 matmul rate is known for {q.device.name}"
+    return None
+
+
+def _storage(q: _Question) -> str | None:
+    if q.component is Component.KV_CACHE:
+        return _cache(q)
+    if q.is_storage and q.narrow == "int4" and not q.device.reads_int4_weights:
+        return f"no kernel reads int4 weights on {q.device.name} ({q.device.arch})"
+    if q.is_storage and q.narrow != "int4" and not q.device.reads_fp8_weights:
+        return f"no kernel reads FP8 weights on {q.device.name} ({q.device.arch})"
+    return None
+
+
+def _cache(q: _Question) -> str | None:
+    if not q.choice.is_fp8:
+        return None
+    if not q.device.keeps_fp8_cache:
+        return f"no kernel reads an FP8 cache on {q.device.name} ({q.device.arch})"
+    by_head = q.choice.input.granularity is Granularity.HEAD
+    if by_head and q.device.compute_capability not in _HEAD_CACHE:
+        return f"no kernel on {q.device.name} scales each head of the cache"
+    return None
+
+
+def _unit(q: _Question) -> str | None:
+    if not q.choice.is_narrow or q.is_storage:
+        return None
+    missing = [p.format for p in q.operands if not q.device.multiplies(p.format)]
+    if not missing:
+        return None
+    kind = "FP8" if q.choice.is_fp8 else missing[0]
+    if q.device.is_cpu:
+        return f"this processor has no {kind} unit"
+    if not q.choice.is_fp8:
+        return f"{q.device.name} ({q.device.arch}) has no {kind} matmul"
+    if q.device.fp8:
+        return f"{q.device.name} has no {missing[0]} with the range of OCP's"
+    return f"{q.device.name} ({q.device.arch}) has no FP8 matmul"
+
+
+def _multiples(q: _Question) -> str | None:
+    sizes = {"K": q.shape.k, "N": q.shape.n} if q.is_narrow_linear else {}
+    if q.is_attention and q.choice.is_fp8:
+        sizes = {"head_dim": q.shape.head_dim}
+    for name, size in sizes.items():
+        if size % FP8_MULTIPLE:
+            return f"{name} = {size} is not a multiple of {FP8_MULTIPLE}"
+    return None
+
+
+def _blocks(q: _Question) -> str | None:
+    """Groups of neighbors that share a scale: which kernels take them, and whole ones."""
+    by_block = Granularity.BLOCK in q.granularities
+    if by_block and q.device.compute_capability not in _BLOCK_KERNELS:
+        return f"no kernel for 128×128 blocks on {q.device.name} ({q.device.arch})"
+    size = max(GROUP_SIZES.get(g, 1) for g in q.granularities)
+    if q.shape.k % size:
+        return f"K = {q.shape.k} is not a multiple of {size}"
+    if by_block and len(q.shape.parts) > 1 and any(n % size for n in q.shape.parts):
+        return f"a block of {size} rows would lie across two fused matrices"
+    return None
+
+
+def _attention_kernel(q: _Question) -> str | None:
+    able = q.device.compute_capability in _FP8_ATTENTION
+    if q.is_attention and q.choice.is_fp8 and not able:
+        return f"no FP8 attention kernel for {q.device.name} ({q.device.arch})"
+    return None
+
+
+def _output(q: _Question) -> str | None:
+    fmt = q.choice.output
+    if q.is_narrow_linear and fmt not in q.device.native:
+        return (
+            f"{q.device.name} has no {fmt} arithmetic, which {q.choice.name} hands on"
+        )
+    return None
+
+
+def _vllm(q: _Question) -> str | None:
+    if q.component is Component.KV_CACHE and q.narrow == "fp8_e5m2":
+        return "vLLM refuses an e5m2 cache beside FP8 weights, and gives it no scales"
+    if q.component is Component.KV_CACHE:
+        return None
+    if Granularity.MX in q.granularities:
+        return f"no vLLM kernel for dense layers is known to take {q.choice.name}"
+    if q.narrow == "fp8_e5m2":
+        return "compressed-tensors, which vLLM loads, has no e5m2"
+    if q.choice.is_narrow and q.component not in LINEAR:
+        return f"vLLM loads no FP8 {q.component} from a checkpoint"
+    return None
+
+
+def _transformer_engine(q: _Question) -> str | None:
+    if not q.choice.is_narrow:
+        return None
+    if q.component is Component.KV_CACHE:
+        return "Transformer Engine keeps its cache in 16 bits"
+    if q.is_storage:
+        return "Transformer Engine has no weight-only layers"
+    if q.component in (Component.ATTN_SOFTMAX, Component.FFN_ACT):
+        return f"Transformer Engine has no FP8 {q.component}"
+    if q.choice.input.granularity is not Granularity.TENSOR:
+        return "Transformer Engine, as used here, scales whole tensors only"
+    return None
+
+
+def _torchao(q: _Question) -> str | None:
+    if q.narrow == "fp8_e5m2":
+        return "torchao's inference configurations are e4m3 only"
+    if q.choice.is_narrow and q.component not in LINEAR:
+        return "torchao narrows linear layers only"
+    if q.granularities & {Granularity.BLOCK, Granularity.MX, Granularity.NV}:
+        return f"torchao has {q.choice.name} in prototypes only"
+    return None
+
+
+_ENGINES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
+    {
+        "any": (),
+        "vllm": (_vllm,),
+        "transformer_engine": (_transformer_engine,),
+        "torchao": (_torchao,),
+    }
+)
+_RULES: tuple[Rule, ...] = (
+    _sixteen_bits,
+    _fp32,
+    _searched,
+    _storage,
+    _unit,
+    _blocks,
+    _attention_kernel,
+    _multiples,
+    _output,
+)
+
+
+def refusals(
+    device: Device, engine: str, shape: SiteShape, formats: tuple[str, ...]
+) -> dict[Choice, str | None]:
+    """Say for every choice of the site's component why it is refused; None: allowed.
+
+    fp32 and the device's 16-bit format stay, whatever `formats` says: they are what
+    a site falls back to. Raises HardwareError for an unknown engine.
+    """
+    if engine not in _ENGINES:
+        raise HardwareError(f"unknown engine {engine!r}; known: {', '.join(_ENGINES)}")
+    rules = (*_RULES, *_ENGINES[engine])
+
+    def reason(choice: Choice) -> str | None:
+        question = _Question(device, engine, shape, formats, choice)
+        return next((no for rule in rules if (no := rule(question))), None)
+
+    return {choice: reason(choice) for choice in CHOICES[shape.site.component]}

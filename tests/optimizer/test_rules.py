@@ -1,0 +1,122 @@
+"""What devices and engines say about blocks, and about the formats to come."""
+
+import pytest
+
+from optimizer.hardware import DEVICES, device
+from optimizer.rules import refusals
+from optimizer.sizes import held_bytes
+from optimizer.spec import SWEPT_FORMATS
+from optimizer.stack import (
+    CHOICES,
+    LINEAR,
+    ON_REQUEST,
+    Component,
+    Granularity,
+    Precision,
+    Site,
+    SiteShape,
+    choice_named,
+)
+
+EVERYTHING = (*SWEPT_FORMATS, *sorted(ON_REQUEST))
+COMING = [c for c in CHOICES[Component.FFN_IN] if c.on_request]
+
+
+def refused(
+    where: str,
+    name: str,
+    *,
+    engine: str = "any",
+    formats: tuple[str, ...] = EVERYTHING,
+    k: int = 4096,
+    parts: tuple[int, ...] = (4096,),
+) -> str | None:
+    n = sum(parts)
+    shape = SiteShape(Site(0, Component.FFN_IN), n, k, n * k, parts=parts)
+    answers = refusals(device(where), engine, shape, formats)
+    return answers[choice_named(Component.FFN_IN, name)]
+
+
+@pytest.mark.parametrize("found", DEVICES)
+def test_formats_to_come_are_off_unless_asked_for(found: str) -> None:
+    for choice in COMING:
+        reason = refused(found, choice.name, formats=SWEPT_FORMATS)
+        assert reason is not None
+        assert "search.formats" in reason or "no bf16" in reason
+    off = {c.name for some in CHOICES.values() for c in some if c.on_request}
+    assert off == {c.name for c in COMING}  # linear layers only
+    for component, choices in CHOICES.items():
+        assert component in LINEAR or not any(c.on_request for c in choices)
+
+
+@pytest.mark.parametrize(
+    ("name", "able"),
+    [
+        ("fp6_e3m2_mx", {"b200", "gb200"}),
+        ("fp4_e2m1_mx", {"b200", "gb200", "rtx-5090"}),
+        ("fp4_e2m1_nv", {"b200", "gb200", "rtx-5090"}),
+        ("int8", {"a100", "l4", "h100", "b200", "mi300x"}),
+        ("int4_weight_only", {"a10", "a100", "l4", "h100", "b200", "rtx-5090"}),
+    ],
+)
+def test_which_devices_have_them(name: str, able: set[str]) -> None:
+    some = {"v100", "t4", "a10", "a100", "l4", "h100", "b200", "gb200"}
+    some |= {"rtx-5090", "mi300x", "gaudi3"}
+    found = {d for d in some if refused(d, name) is None}
+    assert found >= able
+    assert not found & {"v100", "t4", "gaudi3"}
+    if name.startswith("fp"):
+        assert found == able
+    if name == "int4_weight_only":
+        assert "mi300x" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "engines"),
+    [
+        ("fp8_e4m3_block", {"any", "vllm"}),
+        ("fp6_e3m2_mx", {"any"}),
+        ("fp4_e2m1_mx", {"any"}),
+        ("fp4_e2m1_nv", {"any", "vllm"}),
+        ("int8", {"any", "vllm", "torchao"}),
+        ("int4_weight_only", {"any", "vllm", "torchao"}),
+    ],
+)
+def test_which_engines_take_them(name: str, engines: set[str]) -> None:
+    every = ("any", "vllm", "torchao", "transformer_engine")
+    assert {e for e in every if refused("b200", name, engine=e) is None} == engines
+
+
+@pytest.mark.parametrize("name", ["h100", "b200", "rtx-5090"])
+def test_blocks_are_for_hopper_and_blackwell(name: str) -> None:
+    assert refused(name, "fp8_e4m3_block") is None
+    for other in ("l4", "mi300x", "a100"):
+        assert refused(other, "fp8_e4m3_block") is not None
+
+
+def test_groups_must_be_whole() -> None:
+    # SmolLM2's hidden size of 576 is four blocks and a half.
+    assert (
+        refused("h100", "fp8_e4m3_block", k=576) == "K = 576 is not a multiple of 128"
+    )
+    assert refused("b200", "fp4_e2m1_mx", k=48) == "K = 48 is not a multiple of 32"
+    assert refused("b200", "fp4_e2m1_nv", k=48) is None
+    fused = refused("h100", "fp8_e4m3_block", parts=(576, 192, 192))
+    assert "across two fused matrices" in str(fused)
+    assert refused("h100", "fp8_e4m3_block", parts=(576,)) is None
+    assert refused("h100", "fp8_e4m3_block", parts=(256, 128, 128)) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (Precision("fp8_e4m3", Granularity.BLOCK), 300 * 576 + 4 * 3 * 5),
+        (Precision("int4", Granularity.GROUP), 300 * 576 // 2 + 4 * 300 * 5),
+        (Precision("fp4_e2m1", Granularity.NV), 300 * 576 // 2 + 300 * 36 + 4),
+        (Precision("fp6_e3m2", Granularity.MX), 300 * 576 * 6 // 8 + 300 * 18),
+        (Precision("bf16"), 300 * 576 * 2),
+    ],
+    ids=str,
+)
+def test_bytes_with_scales_by_hand(precision: Precision, expected: int) -> None:
+    assert held_bytes(300 * 576, 576, precision) == expected
