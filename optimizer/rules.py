@@ -90,6 +90,15 @@ def _sixteen_bits(q: _Question) -> str | None:
     return f"{fmt} is a candidate only where bf16 is missing"
 
 
+def _kept(q: _Question) -> str | None:
+    """16 bits stay where the device cannot multiply in fp32: a site needs a choice."""
+    if not q.shape.kept_fp32 or q.choice.name == "fp32":
+        return None
+    if q.choice.is_narrow or q.device.multiplies("fp32"):
+        return f"the architecture keeps {q.shape.kept_fp32} in fp32"
+    return None
+
+
 def _fp32(q: _Question) -> str | None:
     multiplies = q.component in (*LINEAR, Component.ROUTER) or q.is_attention
     if q.choice.name == "fp32" and multiplies and not q.device.multiplies("fp32"):
@@ -220,6 +229,7 @@ _ENGINES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     }
 )
 _RULES: tuple[Rule, ...] = (
+    _kept,
     _sixteen_bits,
     _fp32,
     _searched,

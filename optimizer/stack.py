@@ -174,6 +174,7 @@ class SiteShape:
     elements: int = 0
     parts: tuple[int, ...] = ()  # output rows of each fused sibling
     active_share: float = 1.0  # of `weight_elements`, that one token reads
+    kept_fp32: str = ""  # the module in it that the architecture keeps in fp32
 
 
 @dataclass(frozen=True, slots=True)
