@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from optimizer.heads import heads_of
+from optimizer.kept import mark_kept
 from optimizer.sites import LinearPart, attention_module, is_norm
 from optimizer.stack import (
     WHOLE_MODEL,
@@ -49,7 +50,7 @@ def model_shape(
         parameters=parameters,
         stored_bytes=stored_bytes or 4 * parameters,
         tied_embeddings=tied,
-        sites=tuple(sites),
+        sites=mark_kept(network, layers, parts, tuple(sites)),
     )
 
 
