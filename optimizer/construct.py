@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from optimizer.checkpoint import ARCHITECTURES, Checkpoint, forced_apart
-from optimizer.errors import ModelError
+from optimizer.errors import ModelError, OptimizerError
 from optimizer.quantize import check_finite
 from optimizer.shards import Shards
 
@@ -61,7 +61,11 @@ def models_error(checkpoint: Checkpoint) -> Iterator[None]:
     """What a config makes transformers raise is the model's error."""
     try:
         yield
-    except (MemoryError, RuntimeError, ModelError):  # this machine's, or said already
+    except (
+        MemoryError,
+        RuntimeError,
+        OptimizerError,
+    ):  # this machine's, or said already
         raise
     except Exception as error:  # whatever it may be
         why = " ".join(str(error).split()) or type(error).__name__
