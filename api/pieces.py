@@ -42,7 +42,6 @@ class PieceClaim:
     tenant_id: str
     attempt: int
     piece: Piece
-    spec: OptimizeSpec
 
 
 # -- results -------------------------------------------------------------------
@@ -187,15 +186,24 @@ def runs(session: Session, job_id: str) -> bool:
     return status is Status.RUNNING
 
 
-def waiting(session: Session, job_id: str) -> bool:
-    """Return whether a piece of the job waits for a helper."""
-    return _any(session, JobPiece.job_id == job_id, _helpable(now(session)))
+def waiting(session: Session, job_id: str) -> int:
+    """Return how many pieces of a running job wait for helpers."""
+    mine = and_(JobPiece.job_id == job_id, _helpable(now(session)))
+    count = select(func.count()).select_from(JobPiece).where(mine)
+    return int(session.scalar(count) or 0) if runs(session, job_id) else 0
+
+
+def owner(session: Session, job_id: str) -> tuple[str, OptimizeSpec]:
+    """Return whose job it is, and what was asked for."""
+    job = session.get_one(Job, job_id)
+    return job.tenant_id, OptimizeSpec.from_json(job.spec)
 
 
 def underway(session: Session, job_id: str, keys: Collection[str]) -> bool:
     """Return whether one of these pieces is still to be done."""
     mine = and_(JobPiece.job_id == job_id, JobPiece.key.in_(keys))
-    return _any(session, mine, JobPiece.state != PieceState.DONE)
+    left = select(JobPiece.key).where(mine, JobPiece.state != PieceState.DONE)
+    return session.scalar(left.limit(1)) is not None
 
 
 def stay(session: Session, job_id: str) -> bool:
@@ -205,11 +213,6 @@ def stay(session: Session, job_id: str) -> bool:
     """
     queued = select(Job.id).where(Job.status == Status.QUEUED).limit(1)
     return runs(session, job_id) and session.scalar(queued) is None
-
-
-def _any(session: Session, *conditions: ColumnElement[bool]) -> bool:
-    found = select(JobPiece.key).where(*conditions).limit(1)
-    return session.scalar(found) is not None
 
 
 def _claim(
@@ -235,10 +238,9 @@ def _claim(
     )
     if row is None:
         return None
-    job = session.get_one(Job, job_id)
+    tenant_id = session.scalars(select(Job.tenant_id).where(Job.id == job_id)).one()
     piece = Piece(row.kind, row.key, row.payload)
-    spec = OptimizeSpec.from_json(job.spec)
-    return PieceClaim(job_id, job.tenant_id, row.attempt, piece, spec)
+    return PieceClaim(job_id, tenant_id, row.attempt, piece)
 
 
 def _change(session: Session, claim: PieceClaim, **changes: Any) -> bool:

@@ -122,42 +122,34 @@ class Shared:
 def assist(job_id: str, worker: str, make: MakeCompute) -> int:
     """Compute pieces of a running job until none is left. Return how many.
 
-    Safe to call twice: the second finds no piece, and loads nothing.
+    Safe to call twice: where no piece waits, nothing is loaded. No piece is held
+    while the model loads: the others do not wait for that.
     """
-    claim = _take(job_id, worker)
-    if claim is None:
-        logger.info("job %s needs no help", job_id)
-        return 0
     count = 0
+    found = _look(lambda session: rows.waiting(session, job_id))
+    if found == 0:
+        logger.info("job %s needs no help", job_id)
+        return count
+    if found > 1:
+        queue.ring_for_help(job_id)  # whoever hears it rings on
     with HelpersBeat(job_id) as beat:
         try:
-            beat.piece = claim
-            compute = make(claim.spec, Kept(claim.tenant_id))
-            while claim is not None:
+            tenant_id, spec = _look(lambda session: rows.owner(session, job_id))
+            compute = make(spec, Kept(tenant_id))
+            while (claim := _next(job_id, worker)) is not None:
+                beat.piece = claim
                 _compute(beat, claim, compute)
                 count += 1
-                claim = _next(job_id, worker)
-                beat.piece = claim
         except Cancelled:
             logger.info("job %s needs no help any more", job_id)
         except Exception as error:
-            logger.exception("a piece of job %s is left to its own worker", job_id)
+            logger.exception("job %s is left to its own worker", job_id)
             _leave(beat, error)
     return count
 
 
-def _take(job_id: str, worker: str) -> PieceClaim | None:
-    """Take a piece; where there are more, call one more helper."""
-    with transaction() as session:
-        claim = rows.claim(session, job_id, worker)
-        more = claim is not None and rows.waiting(session, job_id)
-    if more:
-        queue.ring_for_help(job_id)
-    return claim
-
-
 def _next(job_id: str, worker: str) -> PieceClaim | None:
-    """Take another piece, or wait for the job's next list. None: go."""
+    """Take a piece, or wait for the job's next list. None: go."""
     end = time.monotonic() + LINGER_S
     while True:
         claim = _insist(lambda session: rows.claim(session, job_id, worker))

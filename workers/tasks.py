@@ -139,11 +139,14 @@ def _optimize(claim: Claim, meter: Meter, beat: Beat) -> Document:
 
 
 def _work(spec: OptimizeSpec, pieces: Pieces) -> Compute:
-    """Load what a job's pieces need, as far as they do."""
+    """Load a job's model, and return how its pieces are computed."""
     _prepare()
     from optimizer.work import Work
 
-    return Work(spec, pieces).compute
+    work = Work(spec, pieces)
+    work.opened()
+    assert work.model is not None  # reading it loads it
+    return work.compute
 
 
 def _prepare() -> None:

@@ -286,8 +286,11 @@ def test_a_helper_that_cannot_leaves_the_piece_to_the_jobs_own(
 ) -> None:
     add(shared.claim, 0, 2)
 
-    def make(spec: OptimizeSpec, pieces: Pieces) -> Compute:
+    def compute(piece: Piece) -> Result:
         raise MemoryError("the owner's data")
+
+    def make(spec: OptimizeSpec, pieces: Pieces) -> Compute:
+        return compute
 
     assert assist(shared.claim.job_id, "helper", make) == 0
     first, second = rows_of(shared.claim)
