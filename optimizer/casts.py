@@ -167,5 +167,5 @@ def cast_s(
     return _moved_s((read - write) * elements, device)
 
 
-def _moved_s(count: int, device: Device) -> float:
+def _moved_s(count: float, device: Device) -> float:
     return count / (device.bandwidth_bytes_s * fit(device).bandwidth_share)
