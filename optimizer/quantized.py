@@ -13,6 +13,7 @@ from optimizer.errors import ModelError
 from optimizer.weights import StoredTensor
 
 CODES = ("F8_E4M3", "F8_E5M2")
+INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 SCALE_DTYPES = ("F32", "BF16", "F16")
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # Scales of activations: calibration finds its own.
@@ -23,12 +24,13 @@ BLOCK = (128, 128)  # rows and columns, where the config does not say
 GIVE_THE_ORIGINAL = "give the model it was made from"
 
 _FP8_METHODS = {"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"}
-_INTEGERS = {  # what each leaves in the files, by the end of the tensors' names
+_LEFT_BY = {  # what each leaves in the files, by the end of the tensors' names
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
     ".weight_packed": "compressed-tensors with packed integers",
     ".absmax": "bitsandbytes",
     ".SCB": "bitsandbytes",
+    ".weight_scale_2": "NVFP4",
 }
 
 
@@ -101,19 +103,26 @@ def scales(
     Raises ModelError naming the tensor that has no scale, or one of a shape that
     fits neither the tensor, nor its rows, nor its blocks, and for integer schemes.
     """
-    for name in tensors:
-        for end, scheme in _INTEGERS.items():
-            if name.endswith(end):
-                raise ModelError(
-                    f"{name!r} is a tensor of {scheme}: of models that are already "
-                    f"quantized only FP8 is read; {GIVE_THE_ORIGINAL}"
-                )
+    for name, tensor in tensors.items():
+        _refuse_other_schemes(name, tensor)
     block = _block(config)
     return {
         name: _scale(name, tensor, tensors, block)
         for name, tensor in tensors.items()
         if tensor.dtype in CODES
     }
+
+
+def _refuse_other_schemes(name: str, tensor: StoredTensor) -> None:
+    """Raise for what another scheme leaves, and for integers that would be weights."""
+    scheme = next((s for end, s in _LEFT_BY.items() if name.endswith(end)), None)
+    if scheme is None and name.endswith(".weight") and tensor.dtype in INTEGERS:
+        scheme = f"integers ({tensor.dtype})"
+    if scheme is not None:
+        raise ModelError(
+            f"{tensor.file}: {name!r} is a tensor of {scheme}: of models that are "
+            f"already quantized only FP8 is read; {GIVE_THE_ORIGINAL}"
+        )
 
 
 def beside(names: Iterable[str], scales: Mapping[str, CodeScale]) -> frozenset[str]:

@@ -209,6 +209,7 @@ def test_gaudi_2_has_neither_ocp_e4m3_nor_a_known_fp32_rate() -> None:
     assert refused("gaudi3", Component.FFN_IN, "fp8_e4m3") is None
 
 
+# Case C9
 @pytest.mark.parametrize("size", [8, 15, 24, 32001, 50257])
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_token", "fp8_e5m2"])
 def test_k_and_n_come_in_sixteens(size: int, name: str) -> None:

@@ -123,6 +123,11 @@ def test_scales_of_activations_are_no_weights(folder: Path) -> None:
             "'l.qweight' is a tensor of GPTQ or AWQ: .* give the model it was made from",
         ),
         ({"l.weight.absmax": scale(3)}, "a tensor of bitsandbytes"),
+        ({"l.weight_scale_2": scale(1)}, "a tensor of NVFP4"),
+        (
+            {"l.weight": ("I64", np.ones((2, 2)))},
+            r"'l\.weight' is a tensor of integers \(I64\): of models",
+        ),
         ({"l.weight_packed": ("I64", np.ones(3))}, "packed integers"),
     ],
 )
