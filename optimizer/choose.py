@@ -7,7 +7,7 @@ a larger one only where that buys time.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -202,9 +202,7 @@ class Chooser:
             bytes=totals.memory_bytes,
         )
 
-    def _sum(
-        self, pairs: "Iterator[tuple[Site, Row]] | zip[tuple[Site, Row]]"
-    ) -> Totals:
+    def _sum(self, pairs: Iterable[tuple[Site, Row]]) -> Totals:
         kl = per_token = first_token = 0.0
         weights = kv = 0
         ends: dict[Component, Choice] = {}
@@ -243,9 +241,12 @@ class Chooser:
 
     def totals(self, stack: Stack) -> Totals:
         """Return what a stack is predicted to lose and cost."""
-        pairs = [(site, self.row(site, c)) for site, c in stack.choices.items()]
-        added = self._sum(iter(pairs))
+        added = self.added(stack)
         return replace(added, kl_nats=self.surrogate.whole(added.kl_nats))
+
+    def added(self, stack: Stack) -> Totals:
+        """Return the plain sums; the loss is what the prediction is a function of."""
+        return self._sum((site, self.row(site, c)) for site, c in stack.choices.items())
 
     def kl_sums(self, stack: Stack) -> dict[Kind, float]:
         """Return what the sites of a stack lose alone, added up by kind."""

@@ -27,6 +27,7 @@ Measure = Callable[[Sequence[Stack]], Sequence[tuple[float, float, float]]]
 
 ROUNDS = 4
 DOUBT = 0.1  # relative error of a prediction, while no residual is known
+PAYS = 4  # exchanges of one change that are considered
 CLOSE = 1e-9  # relative: what rounding may move a limit
 
 
@@ -49,7 +50,7 @@ class Repair:
 
     def known(self, stack: Stack) -> Measured | None:
         """Return what was measured of a stack; None: nothing."""
-        return self.measured.get(_key(stack))
+        return self.measured.get(stack_key(stack))
 
     def kl_nats(self, stack: Stack) -> float:
         """Return the measured loss of a stack, the predicted one where it was not."""
@@ -60,8 +61,8 @@ class Repair:
         """Measure those that are new, as far as the budget goes, and learn from them."""
         new: dict[tuple[str, ...], Stack] = {}
         for stack in stacks:
-            if len(new) < self.left and _key(stack) not in self.measured:
-                new.setdefault(_key(stack), stack)
+            if len(new) < self.left and stack_key(stack) not in self.measured:
+                new.setdefault(stack_key(stack), stack)
         if new:
             found = self.measure(list(new.values()))
             for (key, stack), values in zip(new.items(), found, strict=True):
@@ -82,7 +83,7 @@ class Repair:
             return []
         rows = [(*_cost(self.chooser.totals(s)), self.kl_nats(s)) for s in every]
         kept = [every[i] for i in np.flatnonzero(pareto_mask(np.array(rows)))]
-        return sorted(kept, key=lambda s: (_cost(self.chooser.totals(s)), _key(s)))
+        return sorted(kept, key=lambda s: (_cost(self.chooser.totals(s)), stack_key(s)))
 
 
 def repair(
@@ -127,7 +128,8 @@ def _spread(stacks: Sequence[Stack], count: int) -> list[Stack]:
     return [stacks[i] for i in sorted(set(rows.tolist()))]
 
 
-def _key(stack: Stack) -> tuple[str, ...]:
+def stack_key(stack: Stack) -> tuple[str, ...]:
+    """What tells stacks of one model apart."""
     return tuple(stack.to_json().values())
 
 
@@ -139,7 +141,7 @@ def _cost(totals: Totals) -> tuple[float, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class Move:
     """Other options for one or two groups of a stack, and what changes with them."""
 
     picks: tuple[tuple[int, int], ...]  # group, option
@@ -148,8 +150,8 @@ class _Move:
     seconds: float  # per token
     bytes: int
 
-    def __add__(self, other: "_Move") -> "_Move":
-        return _Move(
+    def __add__(self, other: "Move") -> "Move":
+        return Move(
             (*self.picks, *other.picks),
             self.lost + other.lost,
             self.doubt + other.doubt,
@@ -179,11 +181,11 @@ def improve(state: Repair, stack: Stack, count: int, within: Totals) -> Stack:
 
 
 def _first_new(
-    state: Repair, stack: Stack, moves: Iterable[_Move], within: Totals
+    state: Repair, stack: Stack, moves: Iterable[Move], within: Totals
 ) -> Stack | None:
     limits = _cost(within)
     for move in moves:
-        other = _moved(state.chooser, stack, move)
+        other = moved(state.chooser, stack, move)
         cost = _cost(state.chooser.totals(other))
         fits = all(c <= x * (1 + CLOSE) for c, x in zip(cost, limits, strict=True))
         if fits and state.known(other) is None:
@@ -191,36 +193,36 @@ def _first_new(
     return None
 
 
-def _promise(move: _Move) -> tuple[float, tuple[tuple[int, int], ...]]:
+def _promise(move: Move) -> tuple[float, tuple[tuple[int, int], ...]]:
     """Sort key: how many deviations a move must be lucky by to gain anything."""
     return move.lost / move.doubt if move.doubt > 0 else math.inf, move.picks
 
 
-def _moves(chooser: Chooser, stack: Stack, within: Totals) -> Iterator[_Move]:
+def _moves(chooser: Chooser, stack: Stack, within: Totals) -> Iterator[Move]:
     """Yield the changes of one group that stay within, and exchanges between two.
 
-    A change that loses less but costs too much is exchanged with the one change
-    elsewhere that loses least and makes up for it. (Casts between the two groups of an
+    A change that loses less but costs too much is exchanged with the changes elsewhere
+    that make up for it and lose least. (Casts between the two groups of an
     exchange are left out here: whether it fits is checked again.)
     """
     now = chooser.totals(stack)
     seconds = within.per_token_s * (1 + CLOSE) - now.per_token_s
     room = within.memory_bytes - now.memory_bytes
-    singles = list(_singles(chooser, stack))
-    pays = sorted((m for m in singles if m.lost >= 0), key=lambda m: m.lost)
+    alone = list(singles(chooser, stack))
+    pays = sorted((m for m in alone if m.lost >= 0), key=lambda m: m.lost)
     saved = np.array([[m.seconds, m.bytes] for m in pays]).reshape(-1, 2)
     owner = np.array([m.picks[0][0] for m in pays])
-    for one in singles:
+    for one in alone:
         if one.seconds <= seconds and one.bytes <= room:
             yield one
         elif one.lost < 0:
             left = [seconds - one.seconds, room - one.bytes]
             fitting = (saved <= left).all(axis=1) & (owner != one.picks[0][0])
-            if fitting.any():
-                yield one + pays[int(fitting.argmax())]
+            for k in np.flatnonzero(fitting)[:PAYS]:
+                yield one + pays[int(k)]
 
 
-def _singles(chooser: Chooser, stack: Stack) -> Iterator[_Move]:
+def singles(chooser: Chooser, stack: Stack) -> Iterator[Move]:
     """Yield every change of one group that is better in something."""
     doubt = chooser.surrogate.residual or DOUBT
     picks = [
@@ -237,7 +239,7 @@ def _singles(chooser: Chooser, stack: Stack) -> Iterator[_Move]:
             size = option.bytes - mine.bytes
             if i != picks[g] and min(lost, seconds, size) < 0:
                 wrong = doubt * (option.kl_nats + mine.kl_nats)
-                yield _Move(((g, i),), lost, wrong, seconds, size)
+                yield Move(((g, i),), lost, wrong, seconds, size)
 
 
 def _casts(chooser: Chooser, picks: Sequence[int], group: int) -> NDArray[np.float64]:
@@ -251,7 +253,8 @@ def _casts(chooser: Chooser, picks: Sequence[int], group: int) -> NDArray[np.flo
     return total
 
 
-def _moved(chooser: Chooser, stack: Stack, move: _Move) -> Stack:
+def moved(chooser: Chooser, stack: Stack, move: Move) -> Stack:
+    """Return the stack after a move."""
     choices = dict(stack.choices)
     for g, i in move.picks:
         group = chooser.groups[g]
