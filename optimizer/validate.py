@@ -22,6 +22,7 @@ from optimizer.metrics import (
     top1_agrees,
 )
 from optimizer.model import LoadedModel
+from optimizer.quantize import check_finite
 from optimizer.stack import Stack
 from optimizer.walk import Activations, Told, silent, walk
 
@@ -83,17 +84,28 @@ class Truth:
     def of(
         cls, model: LoadedModel, sequences: Sequence[Tensor], progress: Told = silent
     ) -> "Truth":
-        """Run the reference once."""
+        """Run the reference once.
+
+        Raises NonFiniteError naming the layer and the sample, which only held-out
+        data may have: calibration saw others.
+        """
         kept = Activations(LOGIT_BYTES)
         nll: list[Values] = []
 
         def after(stage: int, index: int, out: Tensor) -> None:
+            check_finite(out, f"{_place(model, stage)}, held-out sample {index}")
             if stage == model.stages - 1:
                 kept.put((0, index), out[0])
                 nll.append(_nll(out[0], sequences[index]))
 
         _run(model, sequences, Reference(), after, progress)
         return cls(sequences, kept, np.concatenate(nll))
+
+
+def _place(model: LoadedModel, stage: int) -> str:
+    """Return what a stage is called: 0 embeddings, i + 1 layer i, the last logits."""
+    inside = f"output of layers.{stage - 1}" if stage else "embeddings"
+    return "logits" if stage == model.stages - 1 else inside
 
 
 def run_stack(

@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from optimizer.calibrate import amaxes, calibrate
+from optimizer.errors import NonFiniteError
 from optimizer.execute import Reference, Stacked, WeightCodes
 from optimizer.model import LoadedModel
 from optimizer.stack import CHOICES, Component, Stack, choice_named
-from optimizer.validate import Interval, Quality, Validation, validate
+from optimizer.validate import Interval, Quality, Truth, Validation, validate
 from tests.optimizer import tiny
 
 SEQUENCES = [tiny.ids(40, seed=1), tiny.ids(40, seed=2), tiny.ids(8, seed=3)]
@@ -146,3 +147,22 @@ def test_progress_counts_every_run() -> None:
         progress=lambda done, planned: told.append((done, planned)),
     )
     assert told == [(i, 3) for i in range(4)]  # 2 stacks and the reference
+
+
+def test_what_is_not_finite_on_held_out_text_only_is_named_with_its_sample() -> None:
+    model = tiny.loaded()
+    with torch.no_grad():
+        model.network.get_input_embeddings().weight[50, 3] = math.inf  # type: ignore[operator]
+    held_out = [torch.tensor([[3, 4, 5]]), torch.tensor([[6, 50, 7]])]
+    with pytest.raises(NonFiniteError, match="embeddings, held-out sample 1"):
+        Truth.of(model, held_out)
+
+
+def test_the_layer_whose_output_overflows_is_named() -> None:
+    model = tiny.loaded()
+    mlp = model.layers[1].mlp
+    with torch.no_grad():  # silu(gate) · up overflows float32
+        for part in (mlp.gate_proj, mlp.up_proj):  # type: ignore[union-attr]
+            part.weight.abs_().mul_(1e20)  # type: ignore[operator, union-attr]
+    with pytest.raises(NonFiniteError, match=r"output of layers\.1, held-out sample 0"):
+        Truth.of(model, SEQUENCES)
