@@ -104,8 +104,7 @@ class Hessians(Reference):
 
     def hessian(self, key: Key) -> Tensor:
         """Return E[w x xᵀ], (in, in) float64. KeyError where no token came by."""
-        moment = self._moments[key]
-        return moment.total.double() / max(moment.tokens, 1)
+        return self._moments[key].total.double() / max(self.seen(key), 1)
 
     def drop(self, key: Key) -> None:
         """Forget one input, if it was seen."""
@@ -120,6 +119,14 @@ class FisherHessians(Hessians):
     itself, as in `sensitivity`; a sweep that has g calls `weigh` and needs no other
     pass. Parts that share an input add up.
     """
+
+    def __init__(self, sites: Collection[Site] | None = None) -> None:
+        super().__init__(sites)
+        self._parts: dict[Key, set[str]] = {}  # each adds the same tokens
+
+    def seen(self, key: Key) -> int:
+        """Return how many tokens came by, however many parts they went to."""
+        return super().seen(key) // max(len(self._parts.get(key, ())), 1)
 
     def tap(
         self, site: Site, role: Role, x: Tensor, mask: Tensor | None = None
@@ -140,7 +147,15 @@ class FisherHessians(Hessians):
         self, part: LinearPart, x: Tensor, gradient: Tensor, keep: Tensor | None = None
     ) -> None:
         """See inputs (..., in) of a part, and the gradient (..., out) of its outputs."""
+        self._parts.setdefault(key_of(part), set()).add(part.name)
         self.add(key_of(part), x, keep, gradient.detach().square().sum(-1))
+
+    def merge(self, other: Hessians) -> None:
+        """Take over what another has seen."""
+        super().merge(other)
+        if isinstance(other, FisherHessians):
+            for key, names in other._parts.items():
+                self._parts.setdefault(key, set()).update(names)
 
     def run(self, model: LoadedModel, ids: Tensor, generator: torch.Generator) -> None:
         """See one sequence of ids (1, tokens): one pass forward and one back."""

@@ -178,3 +178,13 @@ def squared_gradient(
         loss = -model.forward(ids, executor)[0].log_softmax(-1)[0, label]
         (gradient,) = torch.autograd.grad(loss, executor.shift)
     return float(gradient.square().sum())
+
+
+def test_tokens_count_once_however_many_parts_they_go_to() -> None:
+    model = tiny.loaded()
+    first, second = FisherHessians(), FisherHessians()
+    first.run(model, tiny.ids(seed=1), torch.Generator().manual_seed(0))
+    second.run(model, tiny.ids(seed=2), torch.Generator().manual_seed(0))
+    first.merge(second)
+    for part in (p for some in model.parts.values() for p in some):
+        assert first.seen(key_of(part)) == 2 * 24
