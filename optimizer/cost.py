@@ -179,6 +179,18 @@ def _stored(choice: Choice) -> Precision:
     return choice.weight or choice.input
 
 
+def _read_elements(shape: SiteShape, rows: int) -> int:
+    """Weight elements that `rows` tokens read: of experts, those that one of them needs.
+
+    An expert that a token reaches with probability p stays idle with (1 - p)^rows, if
+    the router is even and every token independent.
+    """
+    if shape.active_share == 1.0:
+        return shape.n * shape.k
+    idle = (1 - shape.active_share) ** rows
+    return round(shape.weight_elements * (1 - idle))
+
+
 def _linear_s(
     shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
 ) -> float:
@@ -186,7 +198,7 @@ def _linear_s(
     last_only = shape.site.component is Component.LM_HEAD
     rows = step.sequences if last_only else step.tokens
     moved = (
-        held_bytes(shape.n * shape.k, shape.k, _stored(choice))
+        held_bytes(_read_elements(shape, rows), shape.k, _stored(choice))
         + rows * shape.k * size_bytes(choice.input.format)
         + rows * shape.n * size_bytes(choice.output)
     )

@@ -21,6 +21,7 @@ from optimizer.stack import (
     Site,
     Stack,
 )
+from optimizer.stream import stream
 from tests.optimizer import tiny
 
 MAKERS = sorted(tiny.MAKERS)
@@ -271,3 +272,14 @@ def test_heads_that_a_masked_lm_does_not_use_are_left_in_the_file(
     weights["cls.seq_relationship.bias"] = torch.zeros(2)
     save_file(weights, file, metadata={"format": "pt"})
     assert load(tmp_path).architecture == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_streamed_checkpoint_is_the_same_model(name: str, tmp_path: Path) -> None:
+    model = stream(saved(name, tmp_path))
+    ids = tiny.ids(12)
+    whole = tiny.loaded(name)
+    assert apart(run(model, ids), run(whole, ids)) <= 1e-6
+    assert model.shape.sites == whole.shape.sites
+    assert model.unrecognized == whole.unrecognized
+    assert model.coverage_percent == whole.coverage_percent

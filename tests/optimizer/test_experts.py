@@ -1,5 +1,6 @@
 """Mixture-of-experts layers: what each expert's matrices get, and who got no tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,12 +9,15 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from optimizer.calibrate import Stats, amaxes, calibrate
+from optimizer.cost import fit, site_cost
 from optimizer.execute import Reference, Stacked, WeightCodes
 from optimizer.experts import ExpertCounts, counting, rare
 from optimizer.formats import E4M3
+from optimizer.hardware import device
 from optimizer.model import LoadedModel, instrument
 from optimizer.sensitivity import measure
 from optimizer.sites import LinearPart
+from optimizer.spec import Workload
 from optimizer.stack import (
     CHOICES,
     Component,
@@ -21,6 +25,7 @@ from optimizer.stack import (
     Precision,
     Role,
     Site,
+    SiteShape,
     Stack,
     choice_named,
 )
@@ -274,6 +279,26 @@ def test_sizes_count_every_expert_and_what_a_token_reads(name: str) -> None:
     gates = 1 if "Qwen2" in name else 0
     assert (shapes[ROUTER].n, shapes[ROUTER].k) == (experts + gates, width)
     assert shapes[ROUTER].active_share == 1.0
+
+
+def test_more_tokens_read_more_experts() -> None:
+    # Eight experts of which a token takes two: at decode a quarter is read, and the
+    # 64 tokens of a batch, all but surely, read every one of them.
+    wide = 4096
+    shape = SiteShape(IN, 2 * wide, wide, 8 * wide * wide, active_share=0.25)
+    model = replace(tiny.loaded("MixtralForCausalLM").shape, hidden=wide)
+    one, many = (
+        site_cost(
+            shape,
+            choice_named(IN.component, "bf16"),
+            device("h100"),
+            Workload(batch_size=rows, prompt_tokens=1, output_tokens=1),
+            model,
+        ).per_token_s
+        for rows in (1, 64)
+    )
+    floor = fit(device("h100")).launch_s
+    assert (many - floor) / (one - floor) == pytest.approx(4, rel=0.05)
 
 
 def test_the_parts_of_a_model_are_all_its_matrices() -> None:
