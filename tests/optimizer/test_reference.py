@@ -13,6 +13,7 @@ from optimizer.reference import (
     e8m0_ceil_scale,
     e8m0_floor_scale,
     encode,
+    nv_block_scale,
     round_to,
 )
 from tests.optimizer.numbers import NARROW, ORACLES, ties_and_neighbors
@@ -161,3 +162,36 @@ def test_scale_bytes_are_powers_of_two_and_255_is_nan() -> None:
     values = [decode_e8m0(code) for code in (0, 126, 127, 134, 254)]
     assert values == [2**-127, 0.5, 1.0, 128.0, 2.0**127]
     assert math.isnan(decode_e8m0(255))
+
+
+@pytest.mark.parametrize(("name", "oracle"), [("int8", np.int8), ("int4", None)])
+def test_integers_are_twos_complement_and_symmetric(name: str, oracle: type) -> None:
+    fmt = FORMATS[name]
+    top = 2 ** (fmt.bits - 1) - 1
+    assert (fmt.max, fmt.smallest_subnormal) == (top, 1.0)
+    for code in range(1 << fmt.bits):
+        value = decode(fmt, code)
+        assert value == (code if code <= top else code - (1 << fmt.bits))
+        if oracle:
+            assert value == float(np.uint8(code).view(oracle))
+        if value >= -top:  # the lowest code, -8 or -128, is never made
+            assert encode(fmt, value) == code
+    assert [round_to(fmt, v) for v in (0.5, 1.5, -2.5, 1e9, -1e9)] == [
+        0.0,
+        2.0,
+        -2.0,
+        top,
+        -top,
+    ]
+    with pytest.raises(ValueError, match=name):
+        encode(fmt, math.nan)
+
+
+# Case A9
+def test_a_block_scale_of_nvfp4_is_an_e4m3_number_and_never_zero() -> None:
+    assert nv_block_scale(6.0, 1.0, FP4) == 1.0
+    assert nv_block_scale(1.9, 1.0, FP4) == round_to(E4M3, 1.9 / 6)
+    assert nv_block_scale(6 * 448.0, 1.0, FP4) == 448.0
+    assert nv_block_scale(1e9, 1.0, FP4) == 448.0  # beyond calibration: saturated
+    assert nv_block_scale(1e-9, 1.0, FP4) == 2**-9
+    assert nv_block_scale(0.0, 1.0, FP4) == 1.0
