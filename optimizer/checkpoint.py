@@ -79,7 +79,7 @@ NOT_OF_CONFIG = (
 )
 
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16"}
-_DTYPE_NAMES |= {"BF16": "bfloat16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
+_DTYPE_NAMES["BF16"] = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,8 @@ def inspect(folder: Path) -> Checkpoint:
     code_scales = scales(found, config)
     others = beside(found, code_scales)
     _refuse_other_sizes(config, found)
-    dtype_bytes: Counter[str] = Counter()
-    for tensor in found.values():
-        dtype_bytes[tensor.dtype] += tensor.stored_bytes
+    dtype_bytes = _bytes_by_dtype(found.values())
+    plain = (t for n, t in found.items() if n not in code_scales and n not in others)
     declared = _declared_dtype(config)
     return Checkpoint(
         folder=folder,
@@ -141,7 +140,7 @@ def inspect(folder: Path) -> Checkpoint:
         declared_dtype=declared,
         warnings=(
             *said,
-            *_dtype_warnings(declared, dtype_bytes),
+            *_dtype_warnings(declared, _bytes_by_dtype(plain)),
             *_fp8_warnings(code_scales),
         ),
     )
@@ -320,12 +319,19 @@ def _declared_dtype(config: Mapping[str, Any]) -> str | None:
     return declared.removeprefix("torch.") if isinstance(declared, str) else None
 
 
+def _bytes_by_dtype(every: Iterable[StoredTensor]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for tensor in every:
+        found[tensor.dtype] += tensor.stored_bytes
+    return found
+
+
 def _dtype_warnings(declared: str | None, stored: Mapping[str, int]) -> Iterable[str]:
     floats = {_DTYPE_NAMES[d]: n for d, n in stored.items() if d in _DTYPE_NAMES}
     shares = ", ".join(f"{d} {n} bytes" for d, n in sorted(floats.items()))
     if len(floats) > 1:
         yield f"the weights are stored in several dtypes: {shares}"
-    if declared is not None and declared not in ("auto", *floats):
+    if floats and declared is not None and declared not in ("auto", *floats):
         yield f"{CONFIG} declares {declared}, the files hold {shares}: stored counts"
 
 
