@@ -18,7 +18,7 @@ from optimizer.errors import Cancelled, NonFiniteError
 from optimizer.pieces import Compute, Memory, Piece, Pieces, Result, key_of
 from optimizer.spec import OptimizeSpec
 from tests.service import eventually
-from workers import pieces
+from workers import app, pieces
 from workers.beat import Beat
 from workers.pieces import Kept, Shared, assist
 
@@ -244,6 +244,19 @@ def test_a_helper_rings_on_while_pieces_wait(job: Claim, calls: list[str]) -> No
     add(job, 0, 2)
     submit()  # so that it does not linger
     assert assist(job.job_id, "helper", Counted().make) == 2
+    assert calls == [job.job_id]
+
+
+def test_the_sweep_calls_helpers_while_pieces_wait(
+    job: Claim, calls: list[str]
+) -> None:
+    add(job)
+    app.sweep()
+    assert calls == [job.job_id]
+    for number in range(COUNT):
+        with db.transaction() as session:
+            assert rows.claim(session, job.job_id, f"helper-{number}")
+    app.sweep()
     assert calls == [job.job_id]
 
 
