@@ -17,6 +17,7 @@ from optimizer.model import LoadedModel
 from optimizer.stack import Component, Role, Site
 from optimizer.totals import sum_of_magnitudes
 from optimizer.walk import Activations, Told, silent, walk
+from optimizer.watch import Statistics
 
 INSIDE_ATTENTION = frozenset(
     {
@@ -63,8 +64,9 @@ def observe(x: Tensor, keep: Tensor | None, largest_over: tuple[int, ...]) -> St
 class Observer(Reference):
     """Runs the reference and keeps running extremes."""
 
-    def __init__(self) -> None:
+    def __init__(self, statistics: Statistics | None = None) -> None:
         self.stats: dict[tuple[Site, Role], Stats] = {}
+        self.statistics = statistics  # who sets the extremes; None: not asked for
         self.tokens: Tensor | None = None  # (batch, tokens): False is padding
         self.sample = ""  # named in errors
         self._seen: dict[tuple[Site, Role], Tensor] = {}
@@ -83,6 +85,8 @@ class Observer(Reference):
             raise NonFiniteError(f"{site} {role}, {self.sample}")
         before = self.stats.get(key)
         self.stats[key] = stats if before is None else before.merge(stats)
+        if self.statistics is not None:
+            self.statistics.see(site, role, visible, self.tokens)
         return x, None
 
     def _keep(self, site: Site, x: Tensor) -> Tensor | None:
@@ -114,15 +118,16 @@ def calibrate(
     masks: Iterable[Tensor] | None = None,
     kept: Activations | None = None,
     numbers: Sequence[int] | None = None,
+    statistics: Statistics | None = None,
 ) -> dict[tuple[Site, Role], Stats]:
     """Run the reference over `sequences` of ids (batch, tokens) and return the stats.
 
     `masks` are attention masks, one per sequence, 0 where a token is padding. `kept`
     gets the inputs of every stage, for a sweep of the same sequences; `numbers` are
-    theirs, where these are not all.
+    theirs, where these are not all. `statistics` learns who sets the extremes.
     Raises NonFiniteError naming the site and the sample.
     """
-    observer = Observer()
+    observer = Observer(statistics)
     every = list(sequences)
     every_mask = None if masks is None else list(masks)
     names = list(range(len(every)) if numbers is None else numbers)
@@ -132,6 +137,8 @@ def calibrate(
         mask = None if every_mask is None else every_mask[names.index(index)]
         observer.tokens = None if mask is None else mask.bool()
         observer.sample = f"sample {index}"
+        if statistics is not None:
+            statistics.ids = every[names.index(index)]
         return mask
 
     walk(

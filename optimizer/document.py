@@ -15,10 +15,12 @@ from optimizer.checkpoint import Checkpoint
 from optimizer.choose import Chooser, Totals, fp8_share
 from optimizer.contrast import Contrast, compare
 from optimizer.document_sites import added_kl_nats, components, layers, site_row
+from optimizer.evidence import Evidence
 from optimizer.experts import ExpertTokens, rare
 from optimizer.hardware import Device
 from optimizer.matmul import MATMUL_PRECISION
 from optimizer.model import LoadedModel
+from optimizer.reasons import growing
 from optimizer.recode import Gain
 from optimizer.repair import Repair
 from optimizer.spec import OptimizeSpec
@@ -79,6 +81,7 @@ class Run:
     contrast: Contrast | None
     rounding: Rounding
     experts: tuple[ExpertTokens, ...]  # empty without experts
+    evidence: Evidence  # who sets the scales, and what attention looks at
 
 
 def build(run: Run) -> dict[str, Any]:
@@ -108,6 +111,7 @@ def build(run: Run) -> dict[str, Any]:
         "prediction": _prediction(run),
         "validation": _validation(run),
         "rounding": asdict(run.rounding),
+        "statistics": run.evidence.to_json(),
         "contrast": compare(run.contrast, run.chooser.table) if run.contrast else None,
         "limits": _limits(run),
         "warnings": _warnings(run),
@@ -337,6 +341,8 @@ def _warnings(run: Run) -> list[str]:
             f"the workload reaches {context} tokens of context; scales and quality are "
             f"from sequences of {run.spec.sequence_tokens}"
         )
+    places = run.evidence.statistics.places
+    said += growing(places, context, run.spec.sequence_tokens)
     return said
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from optimizer.choose import Row
-from optimizer.reasons import why_high
-from optimizer.stack import WHOLE_MODEL, Choice, Component, Site, Stack
+from optimizer.reasons import why_high, why_range, why_token
+from optimizer.stack import WHOLE_MODEL, Choice, Component, Role, Site, Stack
 
 if TYPE_CHECKING:
     from optimizer.document import Run
@@ -57,6 +57,7 @@ def site_row(run: "Run", site: Site, choice: Choice) -> dict[str, Any]:
     """Return one site of a stack, with its alternatives."""
     rows = run.chooser.table[site]
     mine = _alternative(run.chooser.row(site, choice))
+    stats = run.evidence.statistics.of(site)
     return {
         "site": str(site),
         "component": str(site.component),
@@ -67,6 +68,8 @@ def site_row(run: "Run", site: Site, choice: Choice) -> dict[str, Any]:
         "first_token_s": mine["first_token_s"],
         "bytes": mine["bytes"],
         "reason": why_high(rows, choice),
+        "range": why_range(rows, stats),
+        "scales": why_token(rows, stats.get(Role.INPUT), run.evidence.text_of),
         "alternatives": [_alternative(r) for r in rows],
     }
 
@@ -81,6 +84,8 @@ def _alternative(row: Row) -> dict[str, Any]:
         "sqnr_db": _finite(loss.sqnr_db) if loss else None,
         "saturated": loss.saturated if loss else None,
         "flushed": loss.flushed if loss else None,
+        "collapsed": loss.collapsed if loss else None,
+        "collapsed_pairs": loss.collapsed_pairs if loss else None,
         "per_token_s": cost.per_token_s if cost else None,
         "first_token_s": cost.first_token_s if cost else None,
         "bytes": cost.weight_bytes + cost.kv_bytes if cost else None,

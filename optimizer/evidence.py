@@ -9,14 +9,17 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from optimizer.execute import Amaxes, Reference, WeightCodes
 from optimizer.model import LoadedModel
-from optimizer.stack import Choice, Site, Stack
+from optimizer.pieces import Piece, Result, key_of
+from optimizer.stack import CHOICES, Choice, Site, Stack
 from optimizer.sums import Candidates
+from optimizer.tokens import tokenizer
 from optimizer.top_weight import INSIDE, Alternatives, WatchedStack, to_json
 from optimizer.walk import Activations, Told, silent, walk
 from optimizer.watch import Statistics, to_json as places_to_json
@@ -65,7 +68,7 @@ def attention_of_choices(
     amaxes: Amaxes,
     weights: WeightCodes,
     progress: Told = silent,
-) -> list[dict[str, Any]]:
+) -> Result:
     """Return each layer's top weight: the reference's, and under each choice alone."""
     lossy: dict[Site, list[Choice]] = {
         site: [c for c in some if c.name != "fp32"]
@@ -74,7 +77,7 @@ def attention_of_choices(
     }
     executor = Alternatives(lossy, amaxes, weights)
     _run(model, ids, executor, progress)
-    return to_json(executor.top, None, executor.after)
+    return {"layers": to_json(executor.top, None, executor.after)}
 
 
 def attention_of_stack(
@@ -84,11 +87,12 @@ def attention_of_stack(
     amaxes: Amaxes,
     weights: WeightCodes,
     progress: Told = silent,
-) -> dict[str, float]:
-    """Return the top weight of each layer of a whole stack, {layer: mean}."""
+) -> Result:
+    """Return the top weight of each layer of a whole stack: {"layers": {layer: mean}}."""
     executor = WatchedStack(stack, amaxes, weights)
     _run(model, ids, executor, progress)
-    return {str(layer): seen.mean for layer, seen in sorted(executor.top.items())}
+    means = {str(layer): seen.mean for layer, seen in sorted(executor.top.items())}
+    return {"layers": means}
 
 
 def _run(model: LoadedModel, ids: Tensor, executor: Reference, progress: Told) -> None:
@@ -105,8 +109,37 @@ def _run(model: LoadedModel, ids: Tensor, executor: Reference, progress: Told) -
     )
 
 
-def before_and_after(
-    choices: Sequence[Mapping[str, Any]], after: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def before_and_after(choices: Result, after: Result) -> list[dict[str, Any]]:
     """Return the rows of `attention_of_choices` with a stack's weights beside them."""
-    return [{**row, "after": after.get(str(row["layer"]))} for row in choices]
+    found = after["layers"]
+    return [{**row, "after": found.get(str(row["layer"]))} for row in choices["layers"]]
+
+
+def attention_pieces(decides: Sequence[Any], stack: Stack) -> list[Piece]:
+    """Return the pieces of `attention_of_choices` and of `attention_of_stack`.
+
+    `decides` is what else decides their results: model, data, numerics.
+    """
+    key = ["attention", *decides, ATTENTION_TOKENS]
+    tried = [[str(c) for c in CHOICES[component]] for component in INSIDE]
+    chosen = {str(s): str(c) for s, c in sorted(stack.choices.items())}
+    return [
+        Piece("attention_of_choices", key_of(*key, tried), {"stack": None}),
+        Piece("attention_of_stack", key_of(*key, chosen), {"stack": stack.to_json()}),
+    ]
+
+
+def gathered(
+    parts: Iterable[str | None],
+    attention: Sequence[Result],
+    sequence_tokens: int,
+    folder: Path,
+) -> Evidence:
+    """Return the evidence from the results of the pieces; `folder` has the tokenizer."""
+    tok = tokenizer(folder)
+    return Evidence(
+        statistics=unpacked(part for part in parts if part),
+        attention=before_and_after(*attention),
+        sequence_tokens=sequence_tokens,
+        text_of=lambda token: str(tok.decode([token])),
+    )

@@ -168,6 +168,7 @@ def _run(
         contrast=contrast,
         rounding=rounding,
         experts=work.experts(),
+        evidence=work.evidence(made.stacks[label]),
     )
 
 

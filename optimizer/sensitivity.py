@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from optimizer.collapse import COLLAPSE_SEQUENCES
 from optimizer.exact import exact
 from optimizer.execute import (
     Amaxes,
@@ -199,7 +200,8 @@ class Sweep(Reference):
         key = (part.site, Role.WEIGHT, precision)
         if (part.name, precision) not in self._counted:
             self._counted.add((part.name, precision))
-            self._count(key, _Whole.of(weight), operand, error)
+            sums = self._count(key, _Whole.of(weight), operand, error)
+            sums.collapse.add(weight, *operand)
         return self.sums.at(key), error
 
     def run(
@@ -267,6 +269,8 @@ class Sweep(Reference):
             operand = round_operand(x, precision, calibrated)
             error = apply_scale(*operand).sub(x).square_()
             sums = self._count((*seen.place, precision), whole, operand, error)
+            if self._sequence < COLLAPSE_SEQUENCES:
+                sums.collapse.add(x, *operand)
             sums.lose(self._sequence, error, seen.squared)
 
     def _count(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from optimizer.collapse import Collapse
 from optimizer.stack import Choice, Precision, Role, Site, roundings
 from optimizer.totals import dot
 
@@ -23,6 +24,7 @@ class Rounding:
     saturated: int = 0
     flushed: int = 0
     count: int = 0
+    collapse: Collapse = field(default_factory=Collapse)  # of a few rows
 
     def lose(self, sequence: int, error: Tensor, squared: Tensor) -> None:
         """Add g² δ² of one tensor of a sequence."""
@@ -37,6 +39,7 @@ class Rounding:
         self.saturated += other.saturated
         self.flushed += other.flushed
         self.count += other.count
+        self.collapse = self.collapse.merge(other.collapse)
 
     @property
     def sqnr_db(self) -> float:
@@ -56,6 +59,8 @@ class Sensitivity:
     flushed: float  # share of non-zero elements that became zero
     kl_nats_se: float = 0.0  # standard error of the KL: how much sequences differ
     exact: bool = False  # measured alone, not estimated
+    collapsed: float = 0.0  # share of a row's inputs that lost a value of their own
+    collapsed_pairs: float = 0.0  # chance that two different inputs got one value
 
 
 Sensitivities = dict[tuple[Site, Choice], Sensitivity]
@@ -105,11 +110,13 @@ class Sums:
             for precision in some
         }
         tokens = {int(n): count for n, count in data["tokens"].items()}
-        found = {
-            keys[name]: Rounding(**{**r, "kl": {int(n): k for n, k in r["kl"].items()}})
-            for name, r in data["roundings"].items()
-        }
+        found = {keys[name]: _rounding(r) for name, r in data["roundings"].items()}
         return cls(tokens, found)
+
+
+def _rounding(data: Mapping[str, Any]) -> Rounding:
+    kl = {int(n): lost for n, lost in data["kl"].items()}
+    return Rounding(**{**data, "kl": kl, "collapse": Collapse(**data["collapse"])})
 
 
 def _name(key: tuple[Site, Role, Precision]) -> str:
@@ -151,6 +158,8 @@ def _total(sums: Sums, site: Site, choice: Choice) -> Sensitivity:
         sqnr_db=min((s.sqnr_db for s in parts), default=math.inf),
         saturated=max((s.saturated / s.count for s in parts), default=0.0),
         flushed=max((s.flushed / s.count for s in parts), default=0.0),
+        collapsed=max((s.collapse.share for s in parts), default=0.0),
+        collapsed_pairs=max((s.collapse.pair_share for s in parts), default=0.0),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from optimizer.stack import LINEAR, Component, Role, Site
-from optimizer.statistics import SiteStats, layout_of
+from optimizer.statistics import Layout, SiteStats, layout_of
 
 Place = tuple[Site, Role]
 
@@ -22,14 +22,19 @@ class Statistics:
         self, site: Site, role: Role, x: Tensor, keep: Tensor | None = None
     ) -> None:
         """Add a tensor; `keep` is (batch, tokens), False where a token is padding."""
-        if not watched(site, role):
+        layout = layout_of(site, role)
+        if not watched(site, role) or x.ndim < (2 if layout is Layout.ROWS else 4):
             return
         place = (site, role)
-        if place not in self.places:
-            self.places[place] = SiteStats(layout_of(site, role))
-        stats, ids = self.places[place], self.ids
-        by_position = x.ndim >= 3
-        stats.add(x, keep if by_position else None, ids if by_position else None)
+        stats = self.places.setdefault(place, SiteStats(layout))
+        stats.add(x, keep if x.ndim > 2 else None, self._ids_of(x, layout))
+
+    def _ids_of(self, x: Tensor, layout: Layout) -> Tensor | None:
+        """Return the ids of the tokens of x, where those are the sequence's own."""
+        if self.ids is None or x.ndim < 3:
+            return None
+        shape = x.shape[:2] if layout is Layout.ROWS else (x.shape[0], x.shape[2])
+        return self.ids if self.ids.shape == shape else None
 
     def merge(self, other: "Statistics") -> "Statistics":
         """Return the statistics of both streams together, in either order."""

@@ -7,47 +7,51 @@ else decides the result, and nothing of the hardware or the target. So another j
 on the same model and data finds them done.
 """
 
-import base64
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
-from optimizer import stream, tokens
 from optimizer.calibrate import amaxes, calibrate, stats_from_json, stats_to_json
 from optimizer.contrast import Contrast
 from optimizer.errors import ModelError
+from optimizer.evidence import (
+    STATISTICS_TOKENS,
+    Evidence,
+    attention_of_choices,
+    attention_of_stack,
+    attention_pieces,
+    gathered,
+    packed,
+)
 from optimizer.exact import exact
-from optimizer.execute import Amaxes, WeightCodes
+from optimizer.execute import Amaxes
 from optimizer.experts import ExpertCounts, ExpertTokens, counting
-from optimizer.model import LoadedModel, load
+from optimizer.opened import Opened
 from optimizer.pieces import Piece, Pieces, Result, key_of
 from optimizer.recode import Gain, recode
 from optimizer.sensitivity import sweep
 from optimizer.spec import SWEPT_FORMATS, OptimizeSpec
-from optimizer.stack import CHOICES, Choice, ModelShape, Site, Stack, choice_named
+from optimizer.stack import CHOICES, Choice, Site, Stack, choice_named
 from optimizer.sums import Candidates, Sensitivities, Sums, total, wanted_roundings
-from optimizer.tokens import Tokens
-from optimizer.validate import TokenValues, Truth, run_stack
-from optimizer.walk import Activations, Told, silent
+from optimizer.validate import TokenValues, run_stack
+from optimizer.walk import Told, silent
+from optimizer.watch import Statistics
+from optimizer.wire import array, text, texts, token_values
 
 # Raised by whoever changes what the numerics give: kept results of before are void.
-NUMERICS = 1
+NUMERICS = 2
 PIECE_TOKENS = 1024  # of a part of the calibration data: what is lost with a worker
 CONTRAST_TOKENS = 256  # enough to compare components, an eighth of a sweep
 CORE = "core"  # the choices that every job sweeps
-RESIDENT_SHARE = 0.4  # of the memory at hand: a larger model is streamed
 
 
 @dataclass(eq=False)
-class Work:
+class Work(Opened):
     """One job, and whatever of it is loaded by now."""
 
     spec: OptimizeSpec
@@ -58,69 +62,6 @@ class Work:
     inside: Told = field(
         init=False, default_factory=lambda: silent
     )  # hears from within a piece
-
-    # What is loaded when it is first needed
-
-    @cached_property
-    def folder(self) -> Path:
-        """Where the model lies."""
-        return Path(self.spec.model_path)
-
-    @cached_property
-    def outline(self) -> LoadedModel:
-        """The model without weights: sites and sizes."""
-        return stream.outline(self.folder, self.spec.model)
-
-    @cached_property
-    def model(self) -> LoadedModel:
-        """The model, in memory or streamed from its files."""
-        room = self.memory_bytes
-        if room is None:
-            room = int(RESIDENT_SHARE * psutil.virtual_memory().available)
-        if 4 * self.outline.shape.parameters > room:
-            model = self._streamed()
-        else:
-            model = load(self.folder, self.spec.model)
-        model.on_layer = self.on_layer
-        return model
-
-    def _streamed(self) -> LoadedModel:
-        return stream.stream(self.folder, self.spec.model)
-
-    @cached_property
-    def weights(self) -> WeightCodes:
-        """The rounded matrices, each made once."""
-        return WeightCodes(self.model)
-
-    @cached_property
-    def tokens(self) -> Tokens:
-        """The caller's data as the model reads it."""
-        return self._read(self.spec)
-
-    def _read(self, spec: OptimizeSpec) -> Tokens:
-        return tokens.read(
-            self.folder,
-            spec.data_distribution,
-            Path(spec.dataset_path) if spec.dataset_path else None,
-            calibration_tokens=spec.calibration_tokens,
-            validation_tokens=spec.validation_tokens,
-            sequence_tokens=spec.sequence_tokens,
-        )
-
-    @cached_property
-    def kept(self) -> Activations:
-        """What calibration leaves for the sweep."""
-        return Activations()
-
-    @cached_property
-    def truth(self) -> Truth:
-        """The reference on the held-out data."""
-        return Truth.of(self.model, self.tokens.validation.sequences, self.inside)
-
-    def opened(self) -> ModelShape:
-        """Read the data, then the model's outline: what cannot be served is refused."""
-        assert self.tokens.calibration.sequences
-        return self.outline.shape
 
     # The parts
 
@@ -137,7 +78,22 @@ class Work:
         return counts.tokens(self.outline)
 
     def _calibrated(self) -> list[Result]:
-        return self._run([self._piece("calibrate", part) for part in self._parts()])
+        return self._run(
+            [self._piece("calibrate", p, self._learned(p)) for p in self._parts()]
+        )
+
+    def _learned(self, part: Sequence[int]) -> str:
+        """Return what is learned of a part beside its amaxes: statistics, of the first."""
+        before = self.tokens.calibration.sequences[: part[0]]
+        early = sum(ids.numel() for ids in before) < STATISTICS_TOKENS
+        return "statistics" if early else ""
+
+    def evidence(self, stack: Stack) -> Evidence:
+        """Return who sets the scales, and a stack's attention beside the reference's."""
+        decides = [*self._base(), _digest(self.tokens.calibration.sequences)]
+        rows = self._run(attention_pieces(decides, stack))
+        parts = [r["statistics"] for r in self._calibrated()]
+        return gathered(parts, rows, self.spec.sequence_tokens, self.folder)
 
     def sensitivities(self, wanted: Candidates) -> Sensitivities:
         """Sweep: return what every wanted choice loses."""
@@ -179,7 +135,7 @@ class Work:
     def validated(self, stacks: Sequence[Stack]) -> list[TokenValues]:
         """Run whole stacks over the held-out data."""
         pieces = [self._stack_piece(stack) for stack in stacks]
-        return [_values(result) for result in self._run(pieces)]
+        return [token_values(result) for result in self._run(pieces)]
 
     def compensated(self, stack: Stack) -> tuple[TokenValues, Gain]:
         """Run a stack whose FP8 weights are rounded with their errors fed forward."""
@@ -187,13 +143,13 @@ class Work:
         calibration = _digest(self.tokens.calibration.sequences)
         key = key_of("compensated", plain.key, calibration)
         (found,) = self._run([Piece("compensated", key, plain.payload)])
-        return _values(found), Gain(**found["gain"])
+        return token_values(found), Gain(**found["gain"])
 
     def reference_nll(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the reference's loss on every held-out prediction, in nats."""
         key = key_of("truth", *self._held_out())
         (found,) = self._run([Piece("truth", key, {})])
-        return _array(found["nll"])
+        return array(found["nll"])
 
     def _run(self, pieces: Sequence[Piece]) -> list[Result]:
         """Have the pieces computed; `told` hears of whole ones and of their insides."""
@@ -278,13 +234,15 @@ class Work:
         """Compute a piece of this job. Raises what the numerics raise."""
         match piece.kind:
             case "calibrate":
-                return self._calibrate(piece.payload["sequences"])
+                return self._calibrate(**piece.payload)
             case "sweep":
                 return self._sweep(**piece.payload)
             case "contrast":
                 return self._contrast(piece.payload["family"].split("+"))
             case "truth":
-                return {"nll": _text(self.truth.nll)}
+                return {"nll": text(self.truth.nll)}
+            case "attention_of_choices" | "attention_of_stack":
+                return self._attention(**piece.payload)
             case "exact":
                 return self._exact(**piece.payload)
             case "compensated":
@@ -293,14 +251,31 @@ class Work:
                 return self._validate(Stack.from_json(piece.payload["stack"]))
         raise ModelError(f"no worker knows how to compute a {piece.kind!r}")
 
-    def _calibrate(self, numbers: Sequence[int]) -> Result:
-        sequences = [self.tokens.calibration.sequences[n] for n in numbers]
+    def _attention(self, stack: Mapping[str, str] | None) -> Result:
+        ids = self.tokens.calibration.sequences[0]
+        rounding = (self.amaxes(), self.weights, self.inside)
+        if stack is None:
+            wanted = self._candidates([CORE])
+            return attention_of_choices(self.model, ids, wanted, *rounding)
+        return attention_of_stack(self.model, ids, Stack.from_json(stack), *rounding)
+
+    def _calibrate(self, sequences: Sequence[int], family: str) -> Result:
+        every = [self.tokens.calibration.sequences[n] for n in sequences]
+        learned = Statistics() if family else None
         with counting(self.model) as counts:
             stats = calibrate(
-                self.model, sequences, self.inside, kept=self.kept, numbers=numbers
+                self.model,
+                every,
+                self.inside,
+                kept=self.kept,
+                numbers=sequences,
+                statistics=learned,
             )
-        experts = {str(k): v.tolist() for k, v in sorted(counts.by_layer.items())}
-        return {"stats": stats_to_json(stats), "experts": experts}
+        return {
+            "stats": stats_to_json(stats),
+            "experts": {str(k): v.tolist() for k, v in sorted(counts.by_layer.items())},
+            "statistics": packed(learned) if learned is not None else None,
+        }
 
     def _sweep(self, sequences: Sequence[int], family: str) -> Result:
         numbered = {n: self.tokens.calibration.sequences[n] for n in sequences}
@@ -360,12 +335,12 @@ class Work:
         sequences = self.tokens.calibration.sequences
         weights, gain = recode(self.model, sequences, stack, self.inside)
         values = run_stack(self.model, truth, stack, largest, weights, self.inside)
-        return {**_texts(values), "gain": asdict(gain)}
+        return {**texts(values), "gain": asdict(gain)}
 
     def _validate(self, stack: Stack) -> Result:
         truth, largest = self.truth, self.amaxes()
         values = run_stack(self.model, truth, stack, largest, self.weights, self.inside)
-        return _texts(values)
+        return texts(values)
 
     def _candidates(self, families: Sequence[str]) -> dict[Site, list[Choice]]:
         """Return every choice of some families, whatever the hardware runs of them."""
@@ -385,19 +360,3 @@ def family(choice: Choice) -> str:
 
 def _digest(sequences: Iterable[Tensor]) -> str:
     return key_of([ids.flatten().tolist() for ids in sequences])
-
-
-def _text(values: np.ndarray[Any, np.dtype[np.float64]]) -> str:
-    return base64.b64encode(values.astype("<f8").tobytes()).decode()
-
-
-def _texts(values: TokenValues) -> dict[str, str]:
-    return {k: _text(getattr(values, k)) for k in ("kl", "nll", "agree")}
-
-
-def _array(text: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.frombuffer(base64.b64decode(text), "<f8").astype(np.float64)
-
-
-def _values(result: Mapping[str, str]) -> TokenValues:
-    return TokenValues(*(_array(result[k]) for k in ("kl", "nll", "agree")))

@@ -225,3 +225,50 @@ def test_a_context_beyond_the_calibrated_length_is_warned_about(
     assert "640 tokens of context" in said
     assert "sequences of 64" in said
     assert any("measured at 64 tokens" in limit for limit in document["limits"])
+
+
+# Statistics of the tensors
+
+
+def test_every_site_says_who_sets_its_scale_and_what_collapses(
+    document_of: Callable[[str], Document],
+) -> None:
+    document = document_of("h100")
+    section = document["statistics"]
+    assert section["sequence_tokens"] == document["request"]["sequence_tokens"]
+    named = {(p["site"], p["role"]) for p in section["places"]}
+    for site in document["sites"]:
+        if site["component"] not in ("embeddings", "attn_values", "kv_cache"):
+            assert (site["site"], "input") in named
+        for a in site["alternatives"]:
+            if a["refused"] is None and a["choice"] == "fp8_e4m3":
+                assert 0 < a["collapsed_pairs"] < a["collapsed"] < 1
+            if a["refused"] is None and a["choice"] == "fp32":
+                assert a["collapsed"] == a["collapsed_pairs"] == 0
+
+
+def test_e5m2_is_explained_wherever_it_was_measured(
+    document_of: Callable[[str], Document],
+) -> None:
+    for site in document_of("h100")["sites"]:
+        measured = {
+            a["choice"]: a["kl_nats"] for a in site["alternatives"] if not a["refused"]
+        }
+        pair = [measured.get(c) for c in ("fp8_e4m3", "fp8_e5m2")]
+        if None in pair:
+            assert site["range"] is None
+        elif pair[1] > 1.05 * pair[0]:
+            assert site["range"].startswith("precision-limited")
+        else:
+            assert site["range"].startswith(("range-limited", "even"))
+
+
+def test_the_top_attention_weight_stands_before_and_after(
+    document_of: Callable[[str], Document],
+) -> None:
+    rows = document_of("h100")["statistics"]["attention"]
+    assert [r["layer"] for r in rows] == list(range(LAYERS))
+    for row in rows:
+        assert 0 < row["before"] <= 1
+        assert row["after"] == pytest.approx(row["before"], rel=0.2)
+        assert row["choices"].keys() == {"attn_scores", "attn_softmax"}

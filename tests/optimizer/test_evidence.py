@@ -64,8 +64,10 @@ def test_the_attention_of_choices_and_of_a_stack_stand_side_by_side(
     reference = WatchedReference()
     with torch.no_grad():
         model.forward(tiny.ids(), reference)
-    assert [r["before"] for r in choices] == [reference.top[n].mean for n in (0, 1)]
-    tried = choices[0]["choices"]
+    assert [r["before"] for r in choices["layers"]] == [
+        reference.top[n].mean for n in (0, 1)
+    ]
+    tried = choices["layers"][0]["choices"]
     assert tried.keys() == {"attn_scores", "attn_softmax"}  # what is inside attention
     assert "fp32" not in tried["attn_softmax"]  # it moves nothing
     # A stack of one choice does to its own layer what the choice alone does.
