@@ -137,8 +137,16 @@ def test_a_model_declared_wider_than_it_is_stored_counts_what_is_stored(
 
 
 # Case C17
+KEPT = {
+    "v_proj": QKV,
+    "input_layernorm": NORMS,
+    "norm": Site(WHOLE_MODEL, Component.NORMS),
+    "embed_tokens": Site(WHOLE_MODEL, Component.EMBEDDINGS),
+}
+
+
 class Keeping(LlamaForCausalLM):  # type: ignore[misc]
-    _keep_in_fp32_modules = ["v_proj", "input_layernorm"]  # noqa: RUF012 (as there)
+    _keep_in_fp32_modules = [*KEPT, "rotary_emb"]  # noqa: RUF012 (as there)
 
 
 def keeping() -> LoadedModel:
@@ -150,7 +158,7 @@ def keeping() -> LoadedModel:
 def test_modules_that_an_architecture_keeps_in_fp32_stay_there() -> None:
     model = keeping()
     verdicts = allowed(model.shape, device("h100"), SPEC, {})
-    for site, name in ((QKV, "v_proj"), (NORMS, "input_layernorm")):
+    for name, site in KEPT.items():
         reasons = {c.name: no for c, no in verdicts[site].items()}
         assert reasons.pop("fp32") is None
         assert set(reasons.values()) == {f"the architecture keeps {name} in fp32"}
