@@ -16,6 +16,9 @@ PARTS = 8  # bins to a power of two
 LOWEST, HIGHEST = -64, 64  # exponents; what lies beyond counts in the outermost bin
 BINS = PARTS * (HIGHEST - LOWEST)
 
+# Mean of (power of two below x / x)² for x spread evenly over an octave of logarithms.
+MEAN_STEP = 0.75 / (2 * np.log(2))
+
 Counts = NDArray[np.int64]
 Values = NDArray[np.float64]
 
@@ -77,15 +80,24 @@ class Magnitudes:
         """Return the share without a full significand, what is flushed included."""
         return self.below(scale * fmt.smallest_normal)
 
-    def sqnr_db(self, scale: float, fmt: Format, up_to: float = np.inf) -> float:
+    def sqnr_db(
+        self,
+        scale: float,
+        fmt: Format,
+        up_to: float = np.inf,
+        *,
+        any_alignment: bool = False,
+    ) -> float:
         """Return the expected SQNR, in dB, of the values up to `up_to`.
 
         The error of rounding to a step is spread evenly over ± half of it: its square
         is step² / 12. What is flushed is lost whole, what saturates loses the excess.
+        With `any_alignment` it does not matter whether many values happen to lie just
+        above a power of two, where steps are widest: the mean over all such shifts.
         """
         counts = np.where(up_to >= MIDDLES, self.counts, 0)
         signal = float(counts @ SQUARES)
-        noise = float(counts @ _squared_error(scale, fmt))
+        noise = float(counts @ _squared_error(scale, fmt, any_alignment))
         return 10 * float(np.log10(signal / noise)) if signal else np.inf
 
     def state(self) -> dict[str, Any]:
@@ -113,11 +125,14 @@ class Magnitudes:
         return {"first": first + LOWEST, "counts": counts, "zeros": self.zeros}
 
 
-def _squared_error(scale: float, fmt: Format) -> Values:
+def _squared_error(scale: float, fmt: Format, any_alignment: bool) -> Values:
     """Return the expected squared error of a value in each bin."""
     x = MIDDLES / scale
     exponent = np.maximum(np.floor(np.log2(x)), fmt.min_exponent)
     error = np.ldexp(1.0, exponent.astype(int) - fmt.mantissa_bits) ** 2 / 12
+    if any_alignment:
+        spread = MEAN_STEP * (x * fmt.eps) ** 2 / 12
+        error = np.maximum(spread, fmt.smallest_subnormal**2 / 12)
     error = np.where(x < fmt.smallest_subnormal / 2, x**2, error)
     error = np.where(x > fmt.max, (x - fmt.max) ** 2, error)
     return np.asarray(error * scale**2, np.float64)

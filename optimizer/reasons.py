@@ -148,13 +148,16 @@ def token_gain_db(stats: SiteStats) -> float:
 
     Both are expected from the histogram, for e4m3: with the scale that the largest
     value sets, and with that of the median token. Outliers (beyond the 99.9th
-    percentile) are left out: they survive either way.
+    percentile) are left out: they survive either way. How values happen to lie
+    between powers of two is averaged out: another scale would move that, too.
     """
     if not stats.amax or not stats.median_token:
         return 0.0
-    limit = stats.magnitudes.quantile(REST)
+    limit = min(stats.magnitudes.quantile(REST), stats.median_token)
     scales = [largest / E4M3.max for largest in (stats.amax, stats.median_token)]
-    shared, own = (stats.magnitudes.sqnr_db(s, E4M3, limit) for s in scales)
+    shared, own = (
+        stats.magnitudes.sqnr_db(s, E4M3, limit, any_alignment=True) for s in scales
+    )
     return own - shared
 
 

@@ -70,6 +70,18 @@ def test_what_a_scale_flushes_and_costs_is_foreseen(
     assert found.sqnr_db(float(scale), fmt) == pytest.approx(measured, abs=0.5)
 
 
+def test_an_alignment_that_happens_to_be_good_can_be_left_out() -> None:
+    x = 1.9 + 0.01 * normal(64, 64)  # as fine as steps get, with a scale of 1
+    found = magnitudes_of(x)
+    shifts = [2.0 ** (k / 16) / 16 for k in range(16)]
+    each = [10 ** (-found.sqnr_db(s, E4M3) / 10) for s in shifts]
+    mean = -10 * math.log10(sum(each) / len(each))
+    for scale in shifts:
+        smooth = found.sqnr_db(scale, E4M3, any_alignment=True)
+        assert smooth == pytest.approx(mean, abs=0.2)
+    assert max(each) > 3 * min(each)  # or the case shows nothing
+
+
 def test_what_saturates_costs_its_excess() -> None:
     x = normal(512, 256)
     scale = torch.tensor(1.0 / E4M3.max)  # clips at 1, a third of the values

@@ -112,6 +112,16 @@ def test_nothing_is_advised_where_one_scale_is_fine_or_no_other_exists() -> None
     assert why_token([measured(far)[0]], seen(far)) is None
 
 
+def test_a_channel_that_is_large_in_every_token_calls_for_no_token_scales() -> None:
+    # As attn_qkv has them: every token's amax is the channel's, within 1.5 times.
+    x = normal(512, 256)
+    x[:, 7] = 20.0 * (1 + 0.25 * normal(512, seed=1).tanh())
+    stats = seen(x)
+    assert stats.outlier_channels()[0][2] > 5
+    assert advised(stats) is Granularity.TENSOR
+    assert abs(token_gain_db(stats)) < 0.2
+
+
 def test_what_is_all_zero_gains_nothing() -> None:
     assert token_gain_db(seen(torch.zeros(8, 4))) == 0.0
     assert token_gain_db(SiteStats()) == 0.0
