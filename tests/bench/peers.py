@@ -33,17 +33,14 @@ from torch import Tensor
 
 from optimizer import model, tokens
 from optimizer.calibrate import amaxes, calibrate
-from optimizer.compensate import compensate
-from optimizer.execute import Amaxes, Operand, Reference, Stacked, WeightCodes
-from optimizer.hessians import Hessians
+from optimizer.execute import Amaxes, Reference, Stacked, WeightCodes
 from optimizer.metrics import logits_kl_nats
 from optimizer.model import LoadedModel
+from optimizer.recode import recode
 from optimizer.sensitivity import measure
-from optimizer.sites import LinearPart
 from optimizer.stack import (
+    WHOLE_MODEL,
     Choice,
-    Granularity,
-    Precision,
     Site,
     Stack,
     choice_named,
@@ -85,18 +82,14 @@ class Draw:
 class Bench:
     """The model, its matrices and what everything is measured on."""
 
-    loaded: LoadedModel
+    product: LoadedModel  # as the product sees it, siblings fused
+    loaded: LoadedModel  # every matrix a site of its own: runs any assignment
     folder: Path
     sites: dict[str, Site]
     sizes: dict[str, int]
     weights: WeightCodes
     bits: Sequence[float]
     held_out: Sequence[Tensor]
-
-    @property
-    def groups(self) -> dict[str, object]:
-        """Return what engines fuse, by the name of the matrix."""
-        return {name: matrices.group(site) for name, site in self.sites.items()}
 
 
 def main() -> None:
@@ -167,9 +160,10 @@ def read(arguments: argparse.Namespace) -> tokens.Tokens:
 
 def load(arguments: argparse.Namespace) -> Bench:
     folder = demo.demo_model(arguments.data_dir)
-    loaded = model.load(folder)
+    product, loaded = model.load(folder), model.load(folder)
     sites = matrices.split(loaded)
     return Bench(
+        product=product,
         loaded=loaded,
         folder=folder,
         sites=sites,
@@ -188,37 +182,47 @@ def decide(
 ) -> Draw:
     """Turn everybody's choice into stacks of the same evaluator."""
     start = now()
-    largest, gains = sensitivities(bench, sequences, [NARROW], seed)
-    matrices.least(gains[NARROW], bench.sizes, bench.bits[0], bench.groups)
+    fused = sensitivities(bench.product, sequences, [NARROW], seed)[NARROW]
+    least(bench, fused, bench.bits[0])
     seconds, cpu = (a - b for a, b in zip(now(), start, strict=True))
-    draw = Draw(largest)
+    each = sensitivities(bench.loaded, sequences, [NARROW], seed)[NARROW]
+    draw = Draw(amaxes(calibrate(bench.loaded, sequences)))
     draw.seconds[OURS] = seconds, cpu
     for name, answer in answers.items():
         draw.seconds[name] = answer.seconds, answer.cpu_seconds
-        for bits in bench.bits:
-            keep(bench, draw, name, bits, answer.narrow[bits])
     for bits in bench.bits:
-        apart = {name: name for name in bench.sizes}
-        ours = matrices.least(gains[NARROW], bench.sizes, bits, bench.groups)
-        keep(bench, draw, FUSED, bits, ours)
-        each = matrices.least(gains[NARROW], bench.sizes, bits, apart)
-        keep(bench, draw, APART, bits, each)
-        layers = len(bench.loaded.layers)
-        ends = matrices.ends_last(bench.sizes, layers, bits)
+        for name, answer in answers.items():
+            keep(bench, draw, name, bits, answer.narrow[bits])
+        keep(bench, draw, FUSED, bits, least(bench, fused, bits))
+        keep(bench, draw, APART, bits, least(bench, each, bits))
+        ends = matrices.ends_last(bench.sizes, len(bench.loaded.layers), bits)
         some = matrices.at_random(bench.sizes, bits, seed)
         for name, names in zip(BASELINES, (ends, some), strict=True):
             keep(bench, draw, name, bits, names)
-    _, gains = sensitivities(bench, sequences, list(MODES.values()), seed)
-    compensated = Compensated(bench, sequences)
+    for choice in (WIDE, "fp8_e5m2", NARROW):
+        keep(bench, draw, f"everything {choice}", 0.0, list(bench.sizes), choice)
+    add_whole(bench, draw, sequences, seed)
+    return draw
+
+
+def add_whole(bench: Bench, draw: Draw, sequences: Sequence[Tensor], seed: int) -> None:
+    """Note the stacks of the whole product."""
+    compensated = compensated_codes(bench, sequences)
+    losses = sensitivities(bench.product, sequences, list(MODES.values()), seed)
     for mode, choice in MODES.items():
         for bits in bench.bits:
-            names = matrices.least(gains[choice], bench.sizes, bits, bench.groups)
+            names = least(bench, losses[choice], bits)
             keep(bench, draw, f"ours, {mode}", bits, names, choice)
             stack, _ = draw.stacks[f"ours, {mode}", bits]
             draw.stacks[f"ours, {mode}{COMPENSATED}", bits] = stack, compensated
-    for choice in (WIDE, "fp8_e5m2", NARROW):
-        keep(bench, draw, f"everything {choice}", 0.0, list(bench.sizes), choice)
-    return draw
+
+
+def least(bench: Bench, losses: Mapping[str, float], bits: float) -> list[str]:
+    """Narrow what loses least. `losses` are of sites, by the name of a site's parts."""
+    groups = {n: parts for parts in losses for n in parts.split()}
+    gains = dict.fromkeys(bench.sizes, 0.0)
+    gains |= {parts.split()[0]: loss for parts, loss in losses.items()}
+    return matrices.least(gains, bench.sizes, bits, groups)
 
 
 def keep(
@@ -238,50 +242,42 @@ def keep(
     draw.bits[name, bits] = matrices.mean_bits(bench.sizes, narrow)
 
 
-class Compensated(WeightCodes):
-    """The matrices of `MODES`, rounded so that columns make up for earlier ones."""
+def compensated_codes(bench: Bench, sequences: Sequence[Tensor]) -> WeightCodes:
+    """Return every matrix of `MODES` so rounded that columns make up for earlier ones.
 
-    def __init__(self, bench: Bench, sequences: Sequence[Tensor]) -> None:
-        super().__init__(bench.loaded)
-        self._bench = bench
-        hessians = Hessians(set(bench.sites.values()))
-        with torch.no_grad():
-            for ids in sequences:
-                bench.loaded.forward(ids, hessians)
-        precision = Precision("fp8_e4m3", Granularity.CHANNEL)
-        self._codes: dict[tuple[str, Precision], Operand] = {}
-        for site in bench.sites.values():
-            parts = bench.loaded.parts[site]
-            for key, made in compensate(
-                parts, hessians, precision, bench.weights
-            ).items():
-                self._codes[key] = made.codes, made.scale
-
-    def get(self, part: LinearPart, precision: Precision) -> Operand:
-        """Return the compensated codes where there are some."""
-        found = self._codes.get((part.name, precision))
-        return self._bench.weights.get(part, precision) if found is None else found
+    Both modes have the same weights: e4m3, a scale for each output.
+    """
+    everything = Stack(
+        {
+            site: choice_named(site.component, MODES["weight-only"])
+            for site in bench.product.parts
+            if site.layer != WHOLE_MODEL
+        }
+    )
+    return recode(bench.product, sequences, everything)[0]
 
 
 def sensitivities(
-    bench: Bench, sequences: Sequence[Tensor], names: Sequence[str], seed: int
-) -> tuple[Amaxes, dict[str, dict[str, float]]]:
-    """Return what every matrix loses to each choice, beyond what `WIDE` loses."""
+    loaded: LoadedModel, sequences: Sequence[Tensor], names: Sequence[str], seed: int
+) -> dict[str, dict[str, float]]:
+    """Return what each choice loses beyond `WIDE`, by the names of a site's parts."""
     kept = Activations()
-    largest = amaxes(calibrate(bench.loaded, sequences, kept=kept))
+    largest = amaxes(calibrate(loaded, sequences, kept=kept))
     wanted: dict[Site, list[Choice]] = {
         site: [choice_named(site.component, name) for name in (WIDE, *names)]
-        for site in bench.sites.values()
+        for site in loaded.parts
+        if site.layer != WHOLE_MODEL
     }
     losses = measure(
-        bench.loaded, sequences, wanted, largest, bench.weights, seed=seed, kept=kept
+        loaded, sequences, wanted, largest, WeightCodes(loaded), seed=seed, kept=kept
     )
 
     def loss(site: Site, name: str) -> float:
         return losses[site, choice_named(site.component, name)].kl_nats
 
-    return largest, {
-        name: {m: loss(s, name) - loss(s, WIDE) for m, s in bench.sites.items()}
+    parts = {site: " ".join(p.name for p in loaded.parts[site]) for site in wanted}
+    return {
+        name: {p: loss(site, name) - loss(site, WIDE) for site, p in parts.items()}
         for name in names
     }
 
