@@ -114,13 +114,16 @@ def main() -> None:
         with console.status(f"draw {number + 1}: ours"):
             draws.append(decide(bench, sequences, answers, seed=number))
         kl.append(evaluate(bench, draws[-1], f"draw {number + 1}"))
-    report = Report(
-        bits=bench.bits,
-        peers=[p.name for p in peers],
-        whole=WHOLE,
-        kl=kl,
-        seconds=[draw.seconds for draw in draws],
-    )
+        report = Report(
+            bits=bench.bits,
+            peers=[p.name for p in peers],
+            whole=WHOLE,
+            kl=kl,
+            seconds=[draw.seconds for draw in draws],
+        )
+        so_far = arguments.kept / "figures.json"
+        so_far.parent.mkdir(parents=True, exist_ok=True)
+        so_far.write_text(json.dumps(report.figures(), indent=1) + "\n")
     report.show(console)
     print(json.dumps(report.figures()))
 
