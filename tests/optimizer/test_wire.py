@@ -1,0 +1,23 @@
+"""Arrays as text: every float64 comes back as it was."""
+
+import json
+import math
+
+import numpy as np
+
+from optimizer.validate import TokenValues
+from optimizer.wire import array, text, texts, token_values
+
+VALUES = np.array([0.1, -0.0, 5e-324, 1.7976931348623157e308, math.pi, 1 / 3])
+
+
+def test_every_bit_comes_back() -> None:
+    assert array(text(VALUES)).tobytes() == VALUES.tobytes()
+    assert array(text(VALUES[:0])).shape == (0,)
+
+
+def test_what_a_stack_does_survives_json() -> None:
+    values = TokenValues(VALUES, VALUES[1:], VALUES[::-1])
+    again = token_values(json.loads(json.dumps(texts(values))))
+    for name in ("kl", "nll", "agree"):
+        assert np.array_equal(getattr(again, name), getattr(values, name))
