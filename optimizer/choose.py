@@ -31,11 +31,6 @@ from optimizer.stack import (
 from optimizer.surrogate import IDENTITY, Kind, Surrogate
 
 FRONT_POINTS = 24
-# Budgets, as shares of the 16-bit stack's predicted loss, at which the fastest stack
-# is tried: predictions add up what is measured together, so one may turn out worse.
-AS_GOOD_BUDGETS = (0.9, 0.6)
-
-SAME_TIME = 1.02  # times within 2 % are the same time: the smaller stack is better
 
 CostOf = Callable[[SiteShape, Choice], SiteCost]
 
@@ -149,6 +144,7 @@ class Chooser:
     max_bytes: int  # of weights and KV cache
     casts: Casts = NO_CASTS
     surrogate: Surrogate = IDENTITY  # what measured stacks taught
+    alike: frozenset[Component] = frozenset()  # one choice for all sites of these
     groups: tuple[Group, ...] = field(init=False)
     edges: tuple[Edge, ...] = field(init=False)
 
@@ -161,8 +157,12 @@ class Chooser:
         joint = self.model.tied_embeddings and len(ends) == len(TIED_COMPONENTS)
         if joint:  # whether they share their bytes depends on both
             yield self._group(tuple(sorted(ends)))
+        for component in sorted(self.alike):
+            every = tuple(s for s in sorted(self.table) if s.component is component)
+            if every:
+                yield self._alike(every)
         for site in sorted(self.table):
-            if not (joint and site in ends):
+            if not (joint and site in ends) and site.component not in self.alike:
                 yield self._group((site,))
 
     def _edges(self) -> Iterator[Edge]:
@@ -190,6 +190,16 @@ class Chooser:
             sites=sites,
             choices=tuple(tuple(r.choice for r in combo) for combo in combos),
             options=tuple(self._option(sites, combo) for combo in combos),
+        )
+
+    def _alike(self, sites: tuple[Site, ...]) -> Group:
+        """Return the options of sites that an engine sets with one switch."""
+        rows = [{r.choice: r for r in self.table[s] if not r.refused} for s in sites]
+        shared = [c for c in rows[0] if all(c in some for some in rows)]
+        return Group(
+            sites=sites,
+            choices=tuple((c,) * len(sites) for c in shared),
+            options=tuple(self._option(sites, [r[c] for r in rows]) for c in shared),
         )
 
     def _option(self, sites: tuple[Site, ...], rows: Sequence[Row]) -> Option:
@@ -366,24 +376,6 @@ class Chooser:
 
 
 TIED_COMPONENTS = (Component.EMBEDDINGS, Component.LM_HEAD)
-
-
-def as_good_as(chooser: Chooser, sla: LatencySla, base: Totals) -> list[Stack]:
-    """Return the fastest stacks within the targets that should match 16 bits.
-
-    They are predicted to lose no more than the uniform 16-bit stack, and are no
-    larger; but for one that is, where its time is worth the memory.
-    """
-    budgets = [share * base.kl_nats for share in AS_GOOD_BUDGETS]
-    found = [chooser.fastest(sla, kl, base.memory_bytes) for kl in budgets]
-    small = [stack for stack in found if stack is not None]
-    large = chooser.fastest(sla, budgets[0], chooser.max_bytes)
-    best_s = min(
-        (chooser.totals(s).per_token_s for s in small), default=base.per_token_s
-    )
-    if large and chooser.totals(large).per_token_s < best_s / SAME_TIME:
-        return [*small, large]
-    return small
 
 
 def fp8_share(model: ModelShape, stack: Stack) -> float:

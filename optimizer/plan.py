@@ -11,13 +11,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from optimizer.choose import SAME_TIME, Chooser, as_good_as
+from optimizer.choose import Chooser, Totals
 from optimizer.pareto import pareto_mask
 from optimizer.reasons import would_meet
 from optimizer.repair import Measure, Repair, improve
-from optimizer.spec import OptimizeSpec
+from optimizer.spec import LatencySla, OptimizeSpec
 from optimizer.stack import Stack
 
+# Budgets, as shares of the 16-bit stack's predicted loss, at which the fastest stack
+# is tried: predictions add up what is measured together, so one may turn out worse.
+AS_GOOD_BUDGETS = (0.9, 0.6)
+SAME_TIME = 1.02  # times within 2 % are the same time: the smaller stack is better
 FRONT_CHECKS = 2  # points of the front that a round measures beside the contenders
 AS_GOOD = 1.05  # a measured loss within 5 % of the 16-bit stack's is the same loss
 CHOSEN = "chosen"
@@ -181,6 +185,24 @@ def _contenders(
     if totals.meets(sla) and totals.memory_bytes <= chooser.max_bytes:
         found[base_label] = base
     return found or {"least_loss": best}
+
+
+def as_good_as(chooser: Chooser, sla: LatencySla, base: Totals) -> list[Stack]:
+    """Return the fastest stacks within the targets that should match 16 bits.
+
+    They are predicted to lose no more than the uniform 16-bit stack, and are no
+    larger; but for one that is, where its time is worth the memory.
+    """
+    budgets = [share * base.kl_nats for share in AS_GOOD_BUDGETS]
+    found = [chooser.fastest(sla, kl, base.memory_bytes) for kl in budgets]
+    small = [stack for stack in found if stack is not None]
+    large = chooser.fastest(sla, budgets[0], chooser.max_bytes)
+    best_s = min(
+        (chooser.totals(s).per_token_s for s in small), default=base.per_token_s
+    )
+    if large and chooser.totals(large).per_token_s < best_s / SAME_TIME:
+        return [*small, large]
+    return small
 
 
 def nondominated(chooser: Chooser, stacks: Sequence[Stack]) -> list[Stack]:

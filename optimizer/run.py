@@ -19,7 +19,7 @@ from optimizer.plan import Settled
 from optimizer.quantize import overflows
 from optimizer.recode import rounded_sites
 from optimizer.spec import OptimizeSpec
-from optimizer.stack import ModelShape, Site, Stack
+from optimizer.stack import Component, ModelShape, Site, Stack
 from optimizer.validate import Quality, Validation, quality, reference_perplexity
 from optimizer.work import Work
 
@@ -27,6 +27,8 @@ Progress = Callable[[str, float, str], None]
 """(phase, fraction of it, detail), called at least each second; raises Cancelled to stop."""
 
 # Phases: load, calibrate, sweep, search, validate, report.
+# What an engine sets once for the whole model: vLLM's --kv-cache-dtype.
+ONE_SWITCH = {"vllm": frozenset({Component.KV_CACHE})}
 SWEEP_SHARE = 0.9  # of the sweep's time; the rest is the contrast
 HEADROOM = 0.9  # of the device's memory; the rest is activations and the engine
 
@@ -89,13 +91,14 @@ def optimize(
 
     meter.enter("search")
     table = tabulate(shape, verdicts, losses, cost_of)
+    alike = ONE_SWITCH.get(spec.engine, frozenset())
     limit = spec.max_memory_bytes or int(HEADROOM * target.memory_bytes)
-    chooser = Chooser(shape, table, limit, pairs)
+    chooser = Chooser(shape, table, limit, pairs, alike=alike)
     doubts = doubtful(plan.make(chooser, spec).neighbors(), losses)
     if doubts:
         losses = settled(losses, work.exact(doubts))
         table = tabulate(shape, verdicts, losses, cost_of)
-        chooser = Chooser(shape, table, limit, pairs)
+        chooser = Chooser(shape, table, limit, pairs, alike=alike)
 
     meter.enter("validate")
     measuring = _Measuring(work, meter)

@@ -33,10 +33,19 @@ from optimizer.execute import Amaxes
 from optimizer.experts import ExpertCounts, ExpertTokens, counting
 from optimizer.opened import Opened
 from optimizer.pieces import Piece, Pieces, Result, key_of
+from optimizer.quantize import BLOCK
 from optimizer.recode import Gain, recode
 from optimizer.sensitivity import sweep
 from optimizer.spec import SWEPT_FORMATS, OptimizeSpec
-from optimizer.stack import CHOICES, Choice, Site, Stack, choice_named
+from optimizer.stack import (
+    CHOICES,
+    Choice,
+    Granularity,
+    Site,
+    SiteShape,
+    Stack,
+    choice_named,
+)
 from optimizer.sums import Candidates, Sensitivities, Sums, total, wanted_roundings
 from optimizer.validate import TokenValues, run_stack
 from optimizer.walk import Told, silent
@@ -345,8 +354,12 @@ class Work(Opened):
     def _candidates(self, families: Sequence[str]) -> dict[Site, list[Choice]]:
         """Return every choice of some families, whatever the hardware runs of them."""
         return {
-            site: [c for c in CHOICES[site.component] if family(c) in families]
-            for site in self.outline.sites
+            shape.site: [
+                c
+                for c in CHOICES[shape.site.component]
+                if family(c) in families and not _partial(shape, c)
+            ]
+            for shape in self.outline.shape.sites
         }
 
 
@@ -356,6 +369,12 @@ def family(choice: Choice) -> str:
     formats = {p.format for p in operands} | {choice.output}
     others = sorted(formats - {*SWEPT_FORMATS})
     return others[0] if others else CORE
+
+
+def _partial(shape: SiteShape, choice: Choice) -> bool:
+    """Whether blocks would be cut: no kernel takes that, whatever the device."""
+    blocks = choice.weight and choice.weight.granularity is Granularity.BLOCK
+    return bool(blocks and shape.k % BLOCK)
 
 
 def _digest(sequences: Iterable[Tensor]) -> str:

@@ -244,3 +244,19 @@ def test_why_high_says_where_fp8_does_not_exist() -> None:
     choice = choice_named(Component.NORMS, "bf16")
     rows = [Row(c, None, None, None) for c in CHOICES[Component.NORMS]]
     assert why_high(rows, choice) == "no FP8 choice exists for this kind of site"
+
+
+def test_sites_of_one_switch_are_decided_alike() -> None:
+    some = chooser()
+    component = FFN.component
+    alike = replace(some, alike=frozenset({component}))
+    (group,) = (g for g in alike.groups if FFN in g.sites)
+    assert group.sites == tuple(
+        sorted(s for s in some.table if s.component is component)
+    )
+    for choices in group.choices:
+        assert len(set(choices)) == 1
+    for stack in alike.front():
+        assert (
+            len({c for s, c in stack.choices.items() if s.component is component}) == 1
+        )

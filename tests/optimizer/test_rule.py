@@ -9,10 +9,10 @@ from optimizer import plan as planning
 from optimizer.choose import (
     Chooser,
     Totals,
-    as_good_as,
     fp8_share,
 )
 from optimizer.pareto import pareto_mask
+from optimizer.plan import as_good_as
 from optimizer.reasons import would_meet
 from optimizer.spec import LatencySla
 from optimizer.stack import (
