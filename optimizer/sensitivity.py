@@ -130,7 +130,7 @@ class Sweep(Reference):
         self._model = model
         self._amaxes = amaxes
         self._weights = weights
-        self._samples = samples
+        self.samples = samples
         self._wanted = wanted_roundings(candidates)
         self._seen: list[_Seen] = []
         self._last: dict[Place, Tensor] = {}
@@ -238,24 +238,24 @@ class Sweep(Reference):
     def _losses(self, logits: Tensor, generator: torch.Generator) -> list[Tensor]:
         with torch.no_grad():
             p = logits.softmax(dim=-1)  # (tokens, vocab)
-            labels = torch.multinomial(p, self._samples, True, generator=generator)
-        self.sums.tokens[self._sequence] = len(logits) * self._samples
+            labels = torch.multinomial(p, self.samples, True, generator=generator)
+        self.sums.tokens[self._sequence] = len(logits) * self.samples
         return [
             functional.cross_entropy(logits, labels[:, k], reduction="sum")
-            for k in range(self._samples)
+            for k in range(self.samples)
         ]
 
     def _back(
         self, out: Tensor, gradient: Tensor | None, hidden: Tensor | None
     ) -> Tensor | None:
         """Send one gradient through the stage; return what arrives at its input."""
-        out.backward(gradient, retain_graph=self._samples > 1)
+        out.backward(gradient, retain_graph=self.samples > 1)
         if hidden is None:
             return None
         found, hidden.grad = hidden.grad, None
         return found
 
-    def leave(self) -> None:
+    def leave(self, stage: int) -> None:
         """Score what is left of a stage, while its weights are still there."""
         self._score_matrices()
 
@@ -342,19 +342,33 @@ def sweep(
 
     The sums of a sequence do not depend on which others are swept with it.
     """
+    executor = Sweep(model, candidates, amaxes, weights, label_samples)
+    walk_back(model, sequences, executor, seed=seed, progress=progress, kept=kept)
+    return executor.sums
+
+
+def walk_back(
+    model: LoadedModel,
+    sequences: Mapping[int, Tensor],
+    executor: Sweep,
+    *,
+    seed: int = 0,
+    progress: Told = silent,
+    kept: Activations | None = None,
+) -> None:
+    """Send gradients of sequences of ids (1, tokens) from the last stage to the first."""
     order = list(sequences)
     if kept is None:
         kept = Activations()
         every = list(sequences.values())
         walk(model, every, Reference(), kept=kept, last=False, names=order)
-    executor = Sweep(model, candidates, amaxes, weights, label_samples)
     gradients = Activations()
     planned = model.stages * len(sequences)
     for stage in reversed(range(model.stages)):
         with model.residency.holding(stage):
             for done, number in enumerate(order):
                 following = (
-                    [gradients.get((k, number)) for k in range(label_samples)]
+                    [gradients.get((k, number)) for k in range(executor.samples)]
                     if stage + 1 < model.stages
                     else torch.Generator().manual_seed(seed + 1_000_003 * number)
                 )
@@ -365,5 +379,4 @@ def sweep(
                     gradients.put((k, number), gradient)
                 back = model.stages - 1 - stage
                 progress(back * len(order) + done + 1, planned)
-            executor.leave()
-    return executor.sums
+            executor.leave(stage)

@@ -342,7 +342,9 @@ class Work(Opened):
     def _compensated(self, stack: Stack) -> Result:
         truth, largest = self.truth, self.amaxes()
         sequences = self.tokens.calibration.sequences
-        weights, gain = recode(self.model, sequences, stack, self.inside)
+        weights, gain = recode(
+            self.model, sequences, stack, self.inside, self.spec.seed
+        )
         values = run_stack(self.model, truth, stack, largest, weights, self.inside)
         return {**texts(values), "gain": asdict(gain)}
 
