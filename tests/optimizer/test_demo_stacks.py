@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from optimizer.pieces import Memory
 from optimizer.run import optimize
 from optimizer.spec import LatencySla, OptimizeSpec, Workload
 from tests.optimizer.conftest import Document, quiet
@@ -30,12 +31,13 @@ class Runs:
             calibration_tokens=TOKENS,
             validation_tokens=TOKENS,
         )
+        self.kept = Memory()  # the target changes: the sweep does not
         self.within = cache(self._within)
 
     def _within(self, per_token_s: float, tokens: int = TOKENS) -> Document:
         sla = LatencySla(per_token_s=per_token_s)
         halves = {"calibration_tokens": tokens, "validation_tokens": tokens}
-        return optimize(replace(self.spec, latency_sla=sla, **halves), quiet)
+        return optimize(replace(self.spec, latency_sla=sla, **halves), quiet, self.kept)
 
     @property
     def loose(self) -> Document:
