@@ -10,7 +10,6 @@ from optimizer.metrics import logits_kl_nats
 from optimizer.model import LoadedModel
 from optimizer.stack import WHOLE_MODEL, Choice, Component, Site, Stack, roundings
 from optimizer.sums import Candidates
-from optimizer.totals import sum_of
 from optimizer.walk import Activations, Told, silent, walk
 
 
@@ -43,7 +42,9 @@ def exact(
             executor = Stacked(Stack({site: choice}), amaxes, weights)
             logits = _rest(model, ids, kept, site, executor)
             kl = logits_kl_nats(truth[0], logits, p)
-            lost[site, choice] += sum_of(kl)
+            lost[site, choice] += float(
+                kl.sum(dtype=torch.float64)
+            )  # too short to split
             progress(index * len(run) + done + 1, len(sequences) * len(run))
     return {pair: kl / tokens for pair, kl in lost.items()}
 

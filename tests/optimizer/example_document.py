@@ -264,6 +264,13 @@ def example_document(layers: int = 30) -> dict[str, Any]:
             "reference": {"perplexity": 17.83},
             "stacks": stacks,
         },
+        "rounding": {
+            "asked": "nearest",
+            "used": "nearest",
+            "nearest_kl_nats": {"value": 0.0042, "low": 0.0039, "high": 0.0045},
+            "compensated_kl_nats": None,
+            "gain": None,
+        },
         "contrast": {
             "distribution": "code",
             "rank_correlation": 0.871,

@@ -222,7 +222,7 @@ def test_streaming_is_all_at_once() -> None:
     once = observe(torch.cat(batches), None, EVERYWHERE)
     assert torch.equal(stats.amax, once.amax)
     assert stats.count == once.count
-    assert stats.mean_abs == pytest.approx(once.mean_abs, rel=1e-12)  # summed in fp64
+    assert stats.mean_abs == pytest.approx(once.mean_abs, rel=1e-6)  # of rows in fp32
 
 
 def test_stats_merge_in_any_order() -> None:
