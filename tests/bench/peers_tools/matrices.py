@@ -11,6 +11,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import Tensor
 
 from optimizer.model import LoadedModel
+from optimizer.quiet import stdout_without
 from optimizer.sites import LinearPart
 from optimizer.stack import (
     LINEAR,
@@ -93,13 +94,14 @@ def least(
     loss = np.array([sum(gains[n] for n in sizes if groups[n] == k) for k in keys])
     size = np.array([sum(sizes[n] for n in sizes if groups[n] == k) for k in keys])
     saved = (WIDE_BITS - bits) / (WIDE_BITS - NARROW_BITS) * size.sum()
-    found = milp(
-        loss / max(loss.max(), 1e-30),
-        constraints=LinearConstraint(size / size.sum(), lb=saved / size.sum()),
-        integrality=np.ones(len(keys)),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 1e-4, "time_limit": 10.0},
-    )
+    with stdout_without(b"Highs"):
+        found = milp(
+            loss / max(loss.max(), 1e-30),
+            constraints=LinearConstraint(size / size.sum(), lb=saved / size.sum()),
+            integrality=np.ones(len(keys)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-4, "time_limit": 10.0},
+        )
     assert found.x is not None, found.message
     taken = {k for k, x in zip(keys, found.x, strict=True) if x > 0.5}
     return [name for name in sizes if groups[name] in taken]
