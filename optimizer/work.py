@@ -68,6 +68,7 @@ class Work(Opened):
     told: Callable[[float, str], None] = lambda fraction, detail: None
     memory_bytes: int | None = None  # for the weights; None: a share of what is free
     on_layer: Callable[[int], None] = lambda layer: None
+    calibration: list[Result] = field(init=False, default_factory=list)
     inside: Told = field(
         init=False, default_factory=lambda: silent
     )  # hears from within a piece
@@ -87,9 +88,12 @@ class Work(Opened):
         return counts.tokens(self.outline)
 
     def _calibrated(self) -> list[Result]:
-        return self._run(
-            [self._piece("calibrate", p, self._learned(p)) for p in self._parts()]
-        )
+        """Return what calibration found; asked for again and again, so kept here."""
+        if not self.calibration:
+            self.calibration = self._run(
+                [self._piece("calibrate", p, self._learned(p)) for p in self._parts()]
+            )
+        return self.calibration
 
     def _learned(self, part: Sequence[int]) -> str:
         """Return what is learned of a part beside its amaxes: statistics, of the first."""
