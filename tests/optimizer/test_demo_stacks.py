@@ -71,13 +71,12 @@ def test_a_loose_target_loses_no_more_than_16_bits(runs: Runs) -> None:
 
 
 def test_within_the_time_of_uniform_fp8_less_is_lost(runs: Runs) -> None:
-    # Uniform e4m3 narrows its inputs too, at 4.6 µs a pass: here it is slower than
-    # bf16, so 1.05 times its time is a target that the loose run's stack meets.
-    chosen = validated(runs.loose, "chosen")
     e4m3 = validated(runs.loose, "all_e4m3")
+    found = runs.within(1.05 * float(e4m3["per_token_s"]))
+    chosen = validated(found, "chosen")
+    assert found["verdict"]["outcome"] == "sla_met"
     assert chosen["per_token_s"] <= 1.05 * e4m3["per_token_s"]
     assert kl(chosen) < kl(e4m3)
-    assert e4m3["per_token_s"] > validated(runs.loose, "all_bf16")["per_token_s"]
 
 
 def test_a_tight_target_narrows_most_weights_and_loses_less_than_uniform_fp8(
