@@ -175,7 +175,8 @@ class Sweep(Reference):
         for products in by_name.values():
             part = products[0].part
             wanted = self._wanted[part.site, Role.WEIGHT]
-            at_once = max(1, ERROR_BYTES // (4 * part.weight.numel()))
+            room = ERROR_BYTES if self._model.residency.whole else 0
+            at_once = max(1, room // (4 * part.weight.numel()))
             for start in range(0, len(wanted), at_once):
                 self._score_matrix(products, wanted[start : start + at_once])
 
@@ -183,8 +184,6 @@ class Sweep(Reference):
         self, products: Sequence["_Product"], precisions: Sequence[Precision]
     ) -> None:
         errors = [self._matrix_error(products[0].part, p) for p in precisions]
-        if not self._model.residency.whole:
-            self._weights.drop()
         for product in products:
             squared = product.squared_gradient()
             for rounding, error in errors:
@@ -202,6 +201,8 @@ class Sweep(Reference):
             self._counted.add((part.name, precision))
             sums = self._count(key, _Whole.of(weight), operand, error)
             sums.collapse.add(weight, *operand)
+        if not self._model.residency.whole:
+            self._weights.drop()  # a matrix may be a large part of a stage
         return self.sums.at(key), error
 
     def run(
