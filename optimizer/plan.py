@@ -26,8 +26,8 @@ FRONT_CHECKS = 2  # points of the front that a round measures beside the contend
 AS_GOOD = 1.05  # a measured loss within 5 % of the 16-bit stack's is the same loss
 CHOSEN = "chosen"
 ROUNDS = 3
-MEASUREMENTS = 14  # of whole stacks, at most
-EXCHANGES = 2  # of them around a contender whose loss the target decides
+MEASUREMENTS = 9  # of whole stacks, at most: each is a pass over the held-out data
+EXCHANGES = 1  # of them around a contender whose loss the target decides
 
 T = TypeVar("T")
 
