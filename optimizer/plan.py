@@ -113,10 +113,14 @@ def settle(chooser: Chooser, spec: OptimizeSpec, measure: Measure) -> "Settled":
     """Plan, measure and correct until what is planned was predicted well enough."""
     state = Repair(chooser, measure, MEASUREMENTS)
     state.add(_baselines(chooser).values())
+    plan = make(state.chooser, spec)
     for _ in range(ROUNDS):
         before = state.chooser
-        plan = make(before, spec)
-        new = state.add(plan.stacks.values())
+        planned = make(before, spec)
+        new = state.add(planned.stacks.values())
+        if not all(state.known(planned.stacks[k]) for k in planned.contenders):
+            break  # the budget is used up: what was planned before is measured
+        plan = planned
         state.rounds += 1
         state.agrees = all(
             known.holds(before.totals(stack).kl_nats)

@@ -1,4 +1,5 @@
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -232,3 +233,27 @@ def test_a_larger_stack_is_taken_only_where_it_buys_time(
     stacks = {label: Stack({Site(0, label): NATS}) for label in sizes}  # type: ignore[dict-item, arg-type]
     by_size = SimpleNamespace(totals=lambda s: sizes[next(iter(s.choices)).component])
     assert planning._quickest(by_size, stacks) == taken  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_measurements_that_never_agree_still_end_in_a_measured_answer(
+    share: float,
+) -> None:
+    some = chooser()
+    base, fast = some.totals(some.base()[1]), some.totals(some.nearest(IMPOSSIBLE))
+    target = base.per_token_s * (1 - share) + fast.per_token_s * share
+    spec = replace(SPEC, latency_sla=LatencySla(per_token_s=target))
+    done = itertools.count(1)
+
+    def measure(stacks: Sequence[Stack]) -> list[tuple[float, float, float]]:
+        kl = [some.totals(s).kl_nats * (7.0 if next(done) % 2 else 0.1) for s in stacks]
+        return [(k, k, k) for k in kl]
+
+    found = planning.settle(some, spec, measure)
+    assert found.plan.contenders
+    assert len(found.repair.measured) <= planning.MEASUREMENTS
+    known = {k: found.repair.known(s) for k, s in found.plan.stacks.items()}
+    kl = {k: one.kl_nats for k, one in known.items() if one}
+    assert kl.keys() == known.keys()
+    label, _ = planning.choose(found.plan, found.chooser, kl)
+    assert label in found.plan.contenders
