@@ -15,7 +15,7 @@ from optimizer.choose import (
 from optimizer.pareto import pareto_mask
 from optimizer.plan import as_good_as
 from optimizer.reasons import would_meet
-from optimizer.spec import LatencySla
+from optimizer.spec import LatencySla, OptimizeSpec
 from optimizer.stack import (
     Choice,
     Site,
@@ -257,3 +257,21 @@ def test_measurements_that_never_agree_still_end_in_a_measured_answer(
     assert kl.keys() == known.keys()
     label, _ = planning.choose(found.plan, found.chooser, kl)
     assert label in found.plan.contenders
+
+
+def test_what_the_budget_does_not_reach_is_not_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    some = chooser()
+    label, base = some.base()
+    others = itertools.cycle(s for s in some.front() if s.choices != base.choices)
+
+    def another(_: Chooser, __: OptimizeSpec) -> planning.Plan:
+        stacks = {label: base, "least_loss": next(others)}
+        return planning.Plan(label, stacks, ("least_loss",), True, [*stacks.values()])
+
+    monkeypatch.setattr(planning, "make", another)
+    monkeypatch.setattr(planning, "MEASUREMENTS", 3)  # both baselines and one more
+    found = planning.settle(some, SPEC, lambda stacks: [(9.0, 9.0, 9.0)] * len(stacks))
+    assert found.plan.contenders == ("least_loss",)
+    assert found.repair.known(found.plan.stacks["least_loss"])
