@@ -61,6 +61,7 @@ class Ask:
     task: str | None
     distribution: str | None
     workload: dict[str, int]
+    rounding: str | None
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body; what was not said is left to the service."""
@@ -80,6 +81,7 @@ class Ask:
             "task": self.task,
             "data_distribution": self.distribution,
             "workload": self.workload or None,
+            "search": {"rounding": self.rounding} if self.rounding else None,
         }
         return {name: value for name, value in said.items() if value is not None}
 
@@ -127,6 +129,10 @@ def optimize(
     batch_size: Annotated[int | None, typer.Option(min=1)] = None,
     prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    rounding: Annotated[
+        str | None,
+        typer.Option(help="Of FP8 weights: nearest, or compensated (GPTQ, slower)."),
+    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait for the result.")] = True,
     as_json: AsJson = False,
     url: Url = None,
@@ -150,6 +156,7 @@ def optimize(
             task=task,
             distribution=_distribution(client, distribution),
             workload={k: n for k, n in workload.items() if n is not None},
+            rounding=rounding,
         )
         job = client.optimize(ask.body())
         if wait:

@@ -366,4 +366,6 @@ def _reproduce(spec: OptimizeSpec) -> str:
     if spec.latency_sla.per_token_s is not None:
         words += ["--sla", f"{spec.latency_sla.per_token_s:g}"]
     words += ["--task", spec.task, "--data", spec.data_distribution]
+    if spec.rounding != "nearest":
+        words += ["--rounding", spec.rounding]
     return " ".join(words)

@@ -144,7 +144,8 @@ def test_no_wait_prints_the_id_alone(site: Path, precision: Run) -> None:
 def test_the_options_become_the_request(site: Path, precision: Run) -> None:
     options = ("--sla", "20ms", "--first-token", "0.3", "--task", "code")
     sizes = ("--batch-size", "4", "--prompt-tokens", "9", "--output-tokens", "8")
-    _, out, _ = precision(*ASK, *options, *sizes, "--data", "math", "--json")
+    more = ("--data", "math", "--rounding", "compensated")
+    _, out, _ = precision(*ASK, *options, *sizes, *more, "--json")
     request = json.loads(out)["request"]
     assert request["latency_sla"] == {"per_token_s": 0.02, "first_token_s": 0.3}
     assert request["workload"] == {
@@ -153,6 +154,7 @@ def test_the_options_become_the_request(site: Path, precision: Run) -> None:
         "output_tokens": 8,
     }
     assert (request["task"], request["data_distribution"]) == ("code", "math")
+    assert request["rounding"] == "compensated"
 
 
 def test_a_file_of_json_lines_is_uploaded_under_its_name(
