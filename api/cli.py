@@ -1,23 +1,23 @@
 """The command `precision`. Exit codes: 0 done, 1 error, 2 usage, 3 the SLA is not met.
 
-Commands talk to the service over HTTP. Its address and key are --url and --key, or
-PRECISION_URL and PRECISION_API_KEY, or what a service on this machine left in
---data-dir; the commands of `operate.py` work on that folder itself.
+Commands talk to the service over HTTP (`options.py` says where it is); those of
+`operate.py` work on its data folder itself.
 """
 
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from api import console, operate
+from api import console, lookup, operate
 from api.client import Client, ClientError
 from api.operate import DataDir, OperateError
+from api.options import AsJson, Key, Url, connect, dumps, emit
 
 SLA_NOT_MET = 3
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -34,19 +34,11 @@ jobs = typer.Typer(no_args_is_help=True, help="Look at jobs, and cancel them.")
 models = typer.Typer(no_args_is_help=True, help="The models that the service knows.")
 app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")
+app.add_typer(lookup.hardware, name="hardware")
 app.add_typer(operate.keys, name="keys")
 app.command()(operate.serve)
 app.command()(operate.demo)
 
-Url = Annotated[
-    str | None,
-    typer.Option(envvar="PRECISION_URL", help="Address of the service."),
-]
-Key = Annotated[
-    str | None,
-    typer.Option(envvar="PRECISION_API_KEY", help="API key.", show_envvar=True),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, job_….")]
 
 
@@ -98,14 +90,6 @@ def seconds(text: str, option: str | None = None) -> float:
         detail = f"{text!r} is not a time above 0 such as 20ms or 0.02"
         raise typer.BadParameter(detail, param_hint=option)
     return value
-
-
-def connect(url: str | None, key: str | None, data_dir: Path) -> Client:
-    """Return a client; the local service's key never goes to another address."""
-    if url is None:
-        url = operate.address(data_dir)
-        key = key or operate.first_key(data_dir)
-    return Client(url, key)
 
 
 @app.command()
@@ -162,7 +146,7 @@ def optimize(
         if wait:
             job = _follow(client, job, as_json)
             raise typer.Exit(_show_end(client, job, as_json))
-    _emit(job, as_json, lambda job: typer.echo(job["id"]))
+    emit(job, as_json, lambda job: typer.echo(job["id"]))
 
 
 def _distribution(client: Client, name: str | None) -> str | None:
@@ -195,7 +179,7 @@ def _follow(client: Client, job: dict[str, Any], as_json: bool) -> dict[str, Any
 def _show_end(client: Client, job: dict[str, Any], as_json: bool) -> int:
     """Print what came out and return the exit code."""
     if as_json:
-        typer.echo(_dumps(job))
+        typer.echo(dumps(job))
     elif job["status"] == "succeeded":
         console.stack(client.report(job["id"]))
         again = f"report: precision report {job['id']} --html --out FILE"
@@ -219,7 +203,7 @@ def list_jobs(
     """List jobs, the newest first."""
     with connect(url, key, data_dir) as client:
         found = client.jobs(limit=limit, status=status)
-    _emit(found, as_json, console.jobs)
+    emit(found, as_json, console.jobs)
 
 
 @jobs.command("get")
@@ -233,7 +217,7 @@ def get_job(
     """Show one job."""
     with connect(url, key, data_dir) as client:
         job = client.job(job_id)
-    _emit(job, as_json, console.job)
+    emit(job, as_json, console.job)
 
 
 @jobs.command("cancel")
@@ -247,7 +231,7 @@ def cancel_job(
     """Stop a job; it ends within seconds."""
     with connect(url, key, data_dir) as client:
         job = client.cancel(job_id)
-    _emit(job, as_json, lambda job: typer.echo(f"{job['id']} {job['status']}"))
+    emit(job, as_json, lambda job: typer.echo(f"{job['id']} {job['status']}"))
 
 
 @jobs.command("events")
@@ -280,7 +264,7 @@ def report(
 ) -> None:
     """Get the report of a job that succeeded."""
     with connect(url, key, data_dir) as client:
-        text = client.report_html(job_id) if html else _dumps(client.report(job_id))
+        text = client.report_html(job_id) if html else dumps(client.report(job_id))
     if to is None:
         typer.echo(text)
     else:
@@ -299,7 +283,7 @@ def list_models(
     """List the models that jobs may name."""
     with connect(url, key, data_dir) as client:
         found = client.models()
-    _emit(found, as_json, console.models)
+    emit(found, as_json, console.models)
 
 
 @models.command("add")
@@ -314,19 +298,7 @@ def add_model(
     """Register the weights in FOLDER, which the service must see, under NAME."""
     with connect(url, key, data_dir) as client:
         model = client.add_model(name, str(folder.resolve()))
-    _emit(model, as_json, lambda model: typer.echo(f"added {model['id']}"))
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
-
-
-def _emit(value: Any, as_json: bool, show: Callable[[Any], None]) -> None:
-    """Print `value` for machines, or let `show` print it for people."""
-    if as_json:
-        typer.echo(_dumps(value))
-    else:
-        show(value)
+    emit(model, as_json, lambda model: typer.echo(f"added {model['id']}"))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

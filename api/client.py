@@ -156,6 +156,14 @@ class Client:
         body = {"name": name, "path": path}
         return self._json("POST", "/v1/models", json=body, timeout=READING_S)
 
+    def hardware(self) -> list[Json]:
+        """Return the devices that a request may name."""
+        return _rows(self._json("GET", "/v1/hardware"))
+
+    def device(self, device_id: str) -> Json:
+        """Return a device, with what it refuses and why."""
+        return self._json("GET", _path("/v1/hardware", device_id))
+
     def add_dataset(self, name: str, lines: bytes) -> Json:
         """Upload JSON lines of `{"text"}` or `{"messages"}` under `name`."""
         return self._json(

@@ -1,0 +1,77 @@
+"""The commands that look things up, against the real API."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+from fastapi.testclient import TestClient
+
+from api import lookup
+from api.cli import main
+from api.client import Client
+from optimizer.hardware import DEVICES
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def precision(
+    client: TestClient,
+    key: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Run]:
+    """Run a command as a shell 80 columns wide would; gives code, stdout, stderr."""
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        url, headers = str(request.url), dict(request.headers)
+        answer = client.request(request.method, url, headers=headers)
+        return httpx.Response(answer.status_code, content=answer.content)
+
+    def connect(url: str | None, given: str | None, data_dir: Path) -> Client:
+        transport = httpx.MockTransport(serve)
+        return Client("http://testserver", key, transport=transport)
+
+    monkeypatch.setattr(lookup, "connect", connect)
+    monkeypatch.setenv("COLUMNS", "80")
+    # The service's own log goes to stdout, which is what we test.
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        printed = capsys.readouterr()
+        if "--json" not in arguments:
+            assert max(map(len, printed.out.splitlines()), default=0) <= 80
+        return int(end.value.code or 0), printed.out, printed.err
+
+    yield run
+    structlog.reset_defaults()
+
+
+def test_devices_are_listed_with_dense_peaks(precision: Run) -> None:
+    code, out, _ = precision("hardware", "list")
+    assert code == 0
+    (h100,) = [line for line in out.splitlines() if line.startswith("h100 ")]
+    assert h100.split()[-5:] == ["9.0", "989.4", "1979", "3350", "80"]
+    assert [name for name in (*DEVICES, "local") if name not in out] == []
+
+
+def test_a_device_is_shown_for_people_and_for_machines(precision: Run) -> None:
+    code, out, _ = precision("hardware", "show", "h100")
+    assert code == 0
+    assert "NVIDIA H100 SXM5" in out
+    document: dict[str, Any] = json.loads(
+        precision("hardware", "show", "h100", "--json")[1]
+    )
+    assert document["id"] == "h100"
+
+
+def test_an_unknown_device_exits_1(precision: Run) -> None:
+    code, _, err = precision("hardware", "show", "h1000")
+    assert code == 1
+    assert "'h1000'" in err
