@@ -106,7 +106,7 @@ def build(run: Run) -> dict[str, Any]:
         "precision_stack": {c["component"]: c["choice"] for c in by_component},
         "components": by_component,
         "layers": layers(chosen, run.model.shape.layers),
-        "sites": [site_row(run, s, c) for s, c in chosen.choices.items()],
+        "sites": [site_row(run, s, chosen) for s in chosen.choices],
         "front": [_front_point(run, i, s) for i, s in enumerate(run.front)],
         "prediction": _prediction(run),
         "validation": _validation(run),

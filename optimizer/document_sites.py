@@ -2,9 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from optimizer.casts import CastCost, Casts
 from optimizer.choose import Row
 from optimizer.reasons import why_high, why_range, why_token
 from optimizer.stack import WHOLE_MODEL, Choice, Component, Role, Site, Stack
@@ -14,18 +16,19 @@ if TYPE_CHECKING:
 
 
 def components(run: "Run", stack: Stack) -> list[dict[str, Any]]:
-    """Return what every kind of site got, loses and costs."""
+    """Return what every kind of site got, loses and costs, casts included."""
     by_component: dict[Component, dict[Site, Choice]] = {}
     for site, choice in stack.choices.items():
         by_component.setdefault(site.component, {})[site] = choice
     order = [c for c in Component if c in by_component]
-    return [_component(run, c, by_component[c]) for c in order]
+    return [_component(run, c, by_component[c], stack) for c in order]
 
 
 def _component(
-    run: "Run", component: Component, choices: Mapping[Site, Choice]
+    run: "Run", component: Component, choices: Mapping[Site, Choice], stack: Stack
 ) -> dict[str, Any]:
     totals = run.chooser.totals(Stack(choices))
+    cast = casts_into(run.chooser.casts, choices, stack)
     counts = Counter(c.name for c in choices.values())
     return {
         "component": str(component),
@@ -33,10 +36,20 @@ def _component(
         "choices": dict(counts.most_common()),
         "sites": len(choices),
         "kl_nats": added_kl_nats(run, Stack(choices)),
-        "per_token_s": totals.per_token_s,
-        "first_token_s": totals.first_token_s,
+        "per_token_s": totals.per_token_s + cast.per_token_s,
+        "first_token_s": totals.first_token_s + cast.first_token_s,
         "bytes": totals.memory_bytes,
     }
+
+
+def casts_into(casts: Casts, readers: Container[Site], stack: Stack) -> CastCost:
+    """Return what the casts of a stack cost that bring `readers` their input.
+
+    Every cast is one reader's, and no component reads itself: so what components
+    cost, casts into them included, adds up to the stack.
+    """
+    pairs = tuple(pair for pair in casts.pairs if pair[1] in readers)
+    return replace(casts, pairs=pairs).total(stack.choices)
 
 
 def added_kl_nats(run: "Run", stack: Stack) -> float:
@@ -53,11 +66,13 @@ def layers(stack: Stack, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def site_row(run: "Run", site: Site, choice: Choice) -> dict[str, Any]:
+def site_row(run: "Run", site: Site, stack: Stack) -> dict[str, Any]:
     """Return one site of a stack, with its alternatives."""
+    choice = stack.choices[site]
     rows = run.chooser.table[site]
     mine = _alternative(run.chooser.row(site, choice))
     stats = run.evidence.statistics.of(site)
+    cast = casts_into(run.chooser.casts, (site,), stack)
     return {
         "site": str(site),
         "component": str(site.component),
@@ -67,6 +82,7 @@ def site_row(run: "Run", site: Site, choice: Choice) -> dict[str, Any]:
         "per_token_s": mine["per_token_s"],
         "first_token_s": mine["first_token_s"],
         "bytes": mine["bytes"],
+        "casts": asdict(cast),  # of its input: the seconds above are the site's alone
         "reason": why_high(rows, choice),
         "range": why_range(rows, stats),
         "scales": why_token(rows, stats.get(Role.INPUT), run.evidence.text_of),

@@ -4,16 +4,21 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from optimizer import casts
 from optimizer.document import shown_as
+from optimizer.document_sites import casts_into
+from optimizer.hardware import device
 from optimizer.plan import AS_GOOD
-from optimizer.stack import CHOICES, Component, Stack
+from optimizer.stack import CHOICES, Component, Stack, choice_named
 from optimizer.work import CONTRAST_TOKENS
 from tests.optimizer.conftest import Document, chosen
 from tests.optimizer.example_document import example_document
+from tests.optimizer.toy import BATCH, DOWN, FFN, NORMS, OUT, chooser, toy
 from tests.service import LAYERS
 
 HARDWARE = ("h100", "l4", "t4", "mi300x", "local")
@@ -138,13 +143,32 @@ def test_figures_of_the_sites_add_up(document: Document) -> None:
         ("first_token_s", it["first_token_s"]),
         ("kl_nats", it["added_kl_nats"]),
     ):
-        for rows in (document["sites"], document["components"]):
-            assert math.fsum(r[key] for r in rows) == pytest.approx(total, rel=1e-9)
+        alone = math.fsum(r[key] for r in document["sites"])
+        cast = math.fsum(r["casts"].get(key, 0.0) for r in document["sites"])
+        assert alone + cast == pytest.approx(total, rel=1e-9)
+        added = math.fsum(r[key] for r in document["components"])
+        assert added == pytest.approx(total, rel=1e-9)
     assert sum(c["sites"] for c in document["components"]) == len(document["sites"])
     for row in document["components"]:
         assert sum(row["choices"].values()) == row["sites"]
         assert document["precision_stack"][row["component"]] == row["choice"]
         assert row["choices"][row["choice"]] == max(row["choices"].values())
+
+
+def test_a_cast_is_paid_by_the_component_that_reads() -> None:
+    shape = toy()
+    some = chooser(shape=shape)
+    some = replace(some, casts=casts.modelled(shape, device("l4"), BATCH))
+    stack = some.uniform("bf16")
+    wide = Stack({**stack.choices, NORMS: choice_named(Component.NORMS, "fp32")})
+    assert casts_into(some.casts, (FFN,), stack).per_token_s == 0.0
+    paid = casts_into(some.casts, (FFN,), wide)
+    assert 0.0 < paid.per_token_s < paid.first_token_s
+    assert casts_into(some.casts, (OUT,), wide).per_token_s == 0.0
+    components = [{FFN}, {OUT, NORMS}, {DOWN}]
+    parts = [casts_into(some.casts, c, wide).per_token_s for c in components]
+    alone = math.fsum(some.row(s, c).cost.per_token_s for s, c in wide.choices.items())
+    assert alone + sum(parts) == pytest.approx(some.totals(wide).per_token_s)
 
 
 def test_every_choice_of_every_site_has_figures_or_a_reason(document: Document) -> None:
