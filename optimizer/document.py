@@ -20,6 +20,7 @@ from optimizer.experts import ExpertTokens, rare
 from optimizer.hardware import Device
 from optimizer.matmul import MATMUL_PRECISION
 from optimizer.model import LoadedModel
+from optimizer.one_pass import generates
 from optimizer.reasons import growing
 from optimizer.recode import Gain
 from optimizer.repair import Repair
@@ -152,8 +153,9 @@ def _sentence(run: Run) -> str:
         "sla_not_met": f"No stack is within the targets on {name}: the nearest",
         "no_improvement": f"On {name} nothing improves on {base_label}: it",
     }[run.verdict.outcome]
+    each = "per token" if generates(run.model.shape) else "for a batch"
     return (
-        f"{start} takes {seconds(chosen.per_token_s)} per token ({run.basis}; "
+        f"{start} takes {seconds(chosen.per_token_s)} {each} ({run.basis}; "
         f"{base_label}: {seconds(before.per_token_s)}), holds "
         f"{chosen.weight_bytes / 1e6:.4g} MB of weights "
         f"({base_label}: {before.weight_bytes / 1e6:.4g} MB) and loses "
@@ -262,7 +264,11 @@ def _validation(run: Run) -> dict[str, Any]:
             "block_tokens": BLOCK_TOKENS,
             "confidence": CONFIDENCE,
         },
-        "reference": {"perplexity": run.validation.reference_perplexity},
+        "reference": {
+            "perplexity": run.validation.reference_perplexity
+            if generates(run.model.shape)
+            else None
+        },
         "stacks": [
             _validated(run, label, run.validation.stacks[label]) for label in run.stacks
         ],
@@ -287,6 +293,7 @@ def _validated(run: Run, label: str, quality: Quality) -> dict[str, Any]:
         "memory_bytes": totals.memory_bytes,
         "fp8_share": fp8_share(run.model.shape, stack),
         **asdict(quality),
+        **({} if generates(run.model.shape) else {"perplexity": None}),
     }
 
 
@@ -309,6 +316,13 @@ def _limits(run: Run) -> list[str]:
         "Predicted KL adds up what each site loses alone, corrected by the stacks that "
         "were measured; measured KL is of the whole stack.",
     ]
+    if not generates(run.model.shape):
+        said.append(
+            "The model generates nothing: its times, per token and to the first, are "
+            "both of one pass over the batch, and KL is of its logits at every "
+            "position. There is no perplexity: no token is predicted from those before "
+            "it, and a pseudo-perplexity would take a pass for each masked token."
+        )
     if run.basis == "modelled":
         said.append(
             "Latency is modelled by a roofline from the device's data sheet; it was "
@@ -320,7 +334,9 @@ def _limits(run: Run) -> list[str]:
 
 
 def _warnings(run: Run) -> list[str]:
-    context = run.spec.workload.prompt_tokens + run.spec.workload.output_tokens
+    context = run.spec.workload.prompt_tokens
+    if generates(run.model.shape):
+        context += run.spec.workload.output_tokens
     said = list(run.tokens.warnings)
     few = rare(run.experts)
     if few:

@@ -14,6 +14,7 @@ from optimizer.execute import Amaxes
 from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
 from optimizer.hybrid import doubtful, settled
+from optimizer.one_pass import casts_of_pass, generates, of_pass
 from optimizer.pieces import Memory, Pieces
 from optimizer.plan import Settled
 from optimizer.quantize import overflows
@@ -77,6 +78,8 @@ def optimize(
     work = Work(spec, pieces or Memory(), meter.at, on_layer=meter.tick)
     shape = work.opened()
     target, basis, cost_of, pairs = _target(spec, shape)
+    if not generates(shape):
+        cost_of, pairs = of_pass(cost_of), casts_of_pass(pairs)
 
     meter.enter("calibrate")
     largest = work.amaxes()

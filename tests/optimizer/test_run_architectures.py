@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from optimizer.casts import CastCost, Casts
+from optimizer.one_pass import casts_of_pass
+from optimizer.report import render_html
 from optimizer.run import optimize
 from optimizer.spec import OptimizeSpec
+from optimizer.stack import Component, Site, choice_named
 from tests.optimizer import tiny
 from tests.optimizer.conftest import Document, quiet
 
@@ -51,3 +55,25 @@ def test_experts_that_hardly_saw_a_token_are_named(optimized: Document) -> None:
     if model["rare_experts"]:
         assert any("calibration tokens" in w for w in optimized["warnings"])
         assert model["rare_experts"][0]["name"] in "".join(optimized["warnings"])
+
+
+@pytest.mark.parametrize("optimized", ["BertForMaskedLM"], indirect=True)
+def test_an_encoder_is_timed_by_its_pass_and_has_no_perplexity(
+    optimized: Document,
+) -> None:
+    validation = optimized["validation"]
+    assert validation["reference"]["perplexity"] is None
+    assert all(s["perplexity"] is None for s in validation["stacks"])
+    assert all(s["kl_nats"]["value"] >= 0 for s in validation["stacks"])
+    for point in (*optimized["front"], *validation["stacks"], *optimized["components"]):
+        assert point["per_token_s"] == point["first_token_s"]
+    assert "for a batch" in optimized["verdict"]["sentence"]
+    assert any("generates nothing" in said for said in optimized["limits"])
+    assert 'class="n">—</td>' in render_html(optimized)  # the report goes without
+
+
+def test_what_an_encoder_pays_for_a_cast_is_of_the_pass() -> None:
+    pair = Site(0, Component.NORMS), Site(0, Component.FFN_IN)
+    choice = choice_named(Component.NORMS, "bf16")
+    found = casts_of_pass(Casts((pair,), lambda *_: CastCost(1.0, 5.0)))
+    assert found.cost_of(pair, choice, choice) == CastCost(5.0, 5.0)
