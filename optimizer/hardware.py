@@ -1,63 +1,33 @@
-"""The devices: `data/hardware.json`, checked.
+"""The devices: `data/hardware.json`, and what an operator adds to it.
 
-Capabilities are looked up by exact architecture, never by "this version or later":
-sm_120 is not a superset of sm_100, and CPU kernels accept what no GPU does.
+`catalogue` checks the rows, `support` knows the kernels of each architecture, and
+`rules` decides what a site may get.
 """
 
-import json
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from importlib.resources import files
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from optimizer import catalogue, support
+from optimizer.catalogue import LOCAL as LOCAL
 from optimizer.errors import HardwareError
+from optimizer.support import Support
 
-LOCAL = "local"  # the id of the worker's own device, whose figures it has measured
+# The formats of whose rates the cost model knows: those that a choice may name.
+_COSTED = ("fp32", "fp16", "bf16", "fp8", "fp6_e3m2", "fp4_e2m1", "int8")
 
-FP8_RATIO = (0.95, 2.05)  # FP8 over bf16 peak: outside, one of them is a sparse figure
 
-# Ids, then further names, of the rows of the catalogue.
-_IDS = {
-    "P100 SXM2": ("p100",),
-    "V100 SXM2": ("v100", "v100-16gb", "v100-sxm2"),
-    "T4": ("t4",),
-    "A10": ("a10",),
-    "A100 SXM4 40GB": ("a100-40gb", "a100-sxm4-40gb", "a100-sxm-40gb"),
-    "A100 SXM4 80GB": ("a100", "a100-80gb", "a100-sxm", "a100-sxm4", "a100-sxm4-80gb"),
-    "A100 PCIe 40GB": ("a100-pcie-40gb",),
-    "A100 PCIe 80GB": ("a100-pcie", "a100-pcie-80gb"),
-    "L4": ("l4",),
-    "L40S": ("l40s",),
-    "RTX 4090": ("rtx-4090", "rtx4090"),
-    "H100 SXM5": ("h100", "h100-sxm", "h100-sxm5", "h100-80gb"),
-    "H100 PCIe": ("h100-pcie",),
-    "H200 SXM": ("h200", "h200-sxm"),
-    "H20": ("h20",),
-    "GH200 96GB": ("gh200", "gh200-96gb"),
-    "B200 (HGX)": ("b200",),
-    "GB200 (per GPU)": ("gb200",),
-    "RTX 5090": ("rtx-5090", "rtx5090"),
-    "MI300X": ("mi300x",),
-    "MI325X": ("mi325x",),
-    "Gaudi 2": ("gaudi2", "gaudi-2"),
-    "Gaudi 3": ("gaudi3", "gaudi-3"),
-    # GH200 144GB has no id: no source read states its bandwidth.
-}
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What multiplies: streaming multiprocessors, compute units."""
 
-# What the catalogue calls the formats to come. (Its rate for 6 bits is e3m2's too.)
-_FORMATS = {"fp6": "fp6_e3m2", "fp4": "fp4_e2m1", "int8": "int8"}
-
-# Where a kernel reads FP8 weights and computes in 16 bits (Marlin and its like).
-# Gaudi 2 is absent: its e4m3 has another range than the OCP codes on disk.
-_FP8_WEIGHTS = frozenset(
-    {"8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "gfx942", "Gaudi3 (HL-325L)"}
-)
-# Where a kernel reads int4 weights in groups and computes in 16 bits (Marlin).
-_INT4_WEIGHTS = frozenset({"8.0", "8.6", "8.9", "9.0", "10.0", "12.0"})
-# Where a kernel keeps K and V in FP8 and widens them as it reads: FlashInfer's, from
-# Ampere on, and AMD's. No unit is needed (vLLM 0.25 docs, issue 4827).
-_FP8_CACHE = frozenset({"8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "gfx942"})
+    count: int
+    clock_hz: float  # the highest
+    flop_per_clock: Mapping[str, float] = field(hash=False)  # dense, of one unit
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +44,12 @@ class Device:
     native: frozenset[str]  # formats that its matrix units multiply
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    memory_type: str | None = None
+    tdp_w: float | None = None
+    link: str | None = None  # how it talks to others of its kind
+    link_bytes_s: float | None = None  # in one direction; 0: over the host only
+    units: Units | None = None  # None: no source states them
 
     @property
     def base16(self) -> str | None:
@@ -91,109 +67,142 @@ class Device:
         return self.id == LOCAL and self.compute_capability is None
 
     @property
-    def reads_fp8_weights(self) -> bool:
-        """Whether 8-bit weights can be stored and widened on the way in."""
-        return self.is_cpu or (self.compute_capability or self.arch) in _FP8_WEIGHTS
+    def support(self) -> Support:
+        """The kernels of its architecture, by exact match."""
+        return _support.get(self.compute_capability or self.arch, support.NONE)
 
     @property
-    def keeps_fp8_cache(self) -> bool:
-        """Whether K and V can be stored in 8 bits and widened on the way in."""
-        return (self.compute_capability or self.arch) in _FP8_CACHE
+    def reads_fp8_weights(self) -> bool:
+        """Whether 8-bit weights can be stored and widened on the way in."""
+        return self.is_cpu or "fp8_e4m3" in self.support.stored_weights
 
     @property
     def reads_int4_weights(self) -> bool:
         """Whether 4-bit weights can be stored and widened on the way in."""
-        return self.compute_capability in _INT4_WEIGHTS
+        return "int4" in self.support.stored_weights
 
     def multiplies(self, fmt: str) -> bool:
         """Whether the matrix units take `fmt`, in OCP's or in the fnuz encoding."""
         return fmt in self.native or f"{fmt}fnuz" in self.native
 
-
-def _peaks(row: dict[str, Any]) -> dict[str, float]:
-    rates = dict(row["peak_dense_tflops"])
-    # RTX 5090: no source states its FP8 rate with FP32 accumulation.
-    rates["fp8"] = rates["fp8"] or row.get("derived_estimates", {}).get(
-        "fp8_fp32_accumulate"
-    )
-    kept = ("fp32", "fp16", "bf16", "fp8", *_FORMATS)
-    return {_FORMATS.get(f, f): rates[f] * 1e12 for f in kept if rates[f]}
+    def peak(self, fmt: str) -> float:
+        """Return dense FLOP/s in `fmt`. KeyError where no rate is known."""
+        return self.peak_flops[_rate_of(fmt)]
 
 
-def _check(device: Device) -> Device:
-    """Return the device. Raises HardwareError where its figures contradict each other."""
-    peak = device.peak_flops
-    low, high = FP8_RATIO
-    if "fp8" in peak and not low <= peak["fp8"] / peak["bf16"] <= high:
+def _rate_of(fmt: str) -> str:
+    return "fp8" if fmt.startswith("fp8") else fmt  # all of them at one rate
+
+
+def utilization(device: Device, fmt: str, flops: float, seconds: float) -> float:
+    """Return the share of the peak that a run of `flops` in `seconds` came to (MFU).
+
+    Raises HardwareError over 1, which no run can be: the catalogue is wrong, or the
+    count or the clock is.
+    """
+    share = flops / seconds / device.peak(fmt)
+    if share > 1:
         raise HardwareError(
-            f"catalogue wrong: {device.id} has FP8 at {peak['fp8'] / peak['bf16']:.2f}"
-            f" times bf16, outside [{low}, {high}]: a sparse figure?"
+            f"catalogue wrong: {flops / seconds / 1e12:.1f} TFLOP/s of {fmt} were "
+            f"measured on {device.id}, {share:.0%} of the peak that it lists"
         )
-    return device
+    return share
 
 
-def _device(row: dict[str, Any]) -> Device:
-    peak = _peaks(row)
-    # A format without a rate cannot be costed (Gaudi 2's fp32), so it is not native.
-    native = {
-        _FORMATS.get(f, f)
-        for f, able in row["native_matmul"].items()
-        if able and ("fp8" if f.startswith("fp8") else _FORMATS.get(f, f)) in peak
-    }
-    estimated = row["peak_dense_tflops"]["fp8"] is None and "fp8" in peak
+def _device(row: dict[str, Any], known: Mapping[str, Support]) -> Device:
+    """Return what a checked row says. A format without a rate cannot be costed, so
+    it is not native (Gaudi 2's fp16).
+    """
+    peak = {f: t * 1e12 for f, t in catalogue.rates(row).items() if f in _COSTED}
+    kernels = known[catalogue.architecture_of(row)]
+    native = {f for f in kernels.native if _rate_of(f) in peak}
+    derived = sorted(set(row.get("derived_tflops", ())) & peak.keys())
+    basis = row.get("derived_basis", "no source states it")
+    link = row.get("interconnect", {})
     return Device(
-        id=_IDS[row["device"]][0],
-        name=f"{row['vendor']} {row['device']}",
-        arch=row["arch"],
-        compute_capability=row["compute_capability"],
+        id=row["id"],
+        name=" ".join(filter(None, (row.get("vendor"), row["device"]))),
+        arch=row.get("arch", ""),
+        compute_capability=row.get("compute_capability"),
         peak_flops=MappingProxyType(peak),
         bandwidth_bytes_s=row["memory_bandwidth_gbs"] * 1e9,
         memory_bytes=int(row["memory_gb"] * 1e9),
         native=frozenset(native),
-        sources=tuple(row["sources"]),
+        sources=tuple(row.get("sources", ())),
         notes=(
-            *row["notes"],
-            *(["the FP8 rate is derived, not stated by a source"] if estimated else []),
+            *row.get("notes", ()),
+            *(f"the {fmt} rate is derived: {basis}" for fmt in derived),
         ),
+        aliases=tuple(row.get("aliases", ())),
+        memory_type=row.get("memory_type"),
+        tdp_w=row.get("tdp_w"),
+        link=link.get("kind"),
+        link_bytes_s=link["bidirectional_gbs"] / 2 * 1e9 if link else None,
+        units=_units(row["units"]) if "units" in row else None,
     )
 
 
-def _variants(row: dict[str, Any]) -> list[Device]:
-    base = _device(row)
-    sizes: list[int] = [v["memory_gb"] for v in row.get("variants", [])]
-    others = [
-        replace(
-            base,
-            id=f"{base.id}-{gb}gb",
-            name=f"{base.name} {gb}GB",
-            memory_bytes=int(gb * 1e9),
-        )
-        for gb in sizes
-    ]
-    return [base, *others]
+def _units(row: dict[str, Any]) -> Units:
+    return Units(
+        count=row["count"],
+        clock_hz=row["clock_mhz"] * 1e6,
+        flop_per_clock=MappingProxyType(row["flop_per_clock"]),
+        source=row["source"],
+    )
 
 
-def _read() -> dict[str, Device]:
-    text = files("optimizer").joinpath("data/hardware.json").read_text("utf-8")
-    rows = [r for r in json.loads(text)["devices"] if r["device"] in _IDS]
-    devices = [_check(d) for row in rows for d in _variants(row)]
-    return {d.id: d for d in devices}
+_support: dict[str, Support] = {}
+_devices: dict[str, Device] = {}
+_aliases: dict[str, str] = {}
+
+DEVICES: Mapping[str, Device] = MappingProxyType(_devices)
+"""Every device of the catalogue, by id; `use` changes what is in it."""
+
+SUPPORT: Mapping[str, Support] = MappingProxyType(_support)
+"""The kernels of every architecture, by compute capability or name."""
 
 
-DEVICES: Mapping[str, Device] = MappingProxyType(_read())
-"""Every device of the catalogue that can be costed, by id."""
+def use(file: Path | None) -> None:
+    """Read the catalogue again, with the operator's file laid over it; None: without.
 
-_ALIASES = {alias: names[0] for names in _IDS.values() for alias in names}
+    API and workers do this as they start. Raises HardwareError naming what breaks a
+    rule; the catalogue is then what it was.
+    """
+    architectures, rows = catalogue.read(file)
+    found = {key: Support.read(row) for key, row in architectures.items()}
+    devices = {row["id"]: _device(row, found) for row in rows}
+    names = {alias: d.id for d in devices.values() for alias in (d.id, *d.aliases)}
+    for table in (_support, _devices, _aliases):
+        table.clear()
+    _support.update(found)
+    _devices.update(devices)
+    _aliases.update(names)
+
+
+use(None)
 
 
 def device(name: str) -> Device:
     """Return the device with this id or alias (case, `_` and spaces do not matter).
 
-    Raises HardwareError listing the ids; "local" is not in the catalogue, since
-    only a worker knows what it runs on.
+    Raises HardwareError with the closest names and the ids; "local" is not in the
+    catalogue, since only a worker knows what it runs on.
     """
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    found = DEVICES.get(_ALIASES.get(wanted, wanted))
+    found = DEVICES.get(_aliases.get(_plain(name), ""))
     if found is None:
-        raise HardwareError(f"unknown hardware {name!r}; known: {', '.join(DEVICES)}")
+        close = closest(name)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        known = ", ".join(DEVICES)
+        raise HardwareError(f"unknown hardware {name!r}; {meant}known: {known}")
     return found
+
+
+def closest(name: str) -> list[str]:
+    """Return the ids, at most three, that a misspelled name may stand for."""
+    names = {**_aliases, LOCAL: LOCAL}
+    close = difflib.get_close_matches(_plain(name), names, n=8, cutoff=0.6)
+    return list(dict.fromkeys(names[each] for each in close))[:3]
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("_", "-").replace(" ", "-")

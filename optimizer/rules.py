@@ -1,6 +1,7 @@
 """What a device and an engine refuse to run, and why.
 
-Capabilities are looked up by exact architecture, as in `hardware`.
+What an architecture has a kernel for stands in the catalogue (`support`), looked up
+by exact match; the rules that hold for all of them stand here.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +21,11 @@ from optimizer.stack import (
     Precision,
     SiteShape,
 )
+from optimizer.support import Matmul
 
 FP8_MULTIPLE = 16  # cuBLASLt and `torch._scaled_mm` take K and N in steps of 16
-_FP8_ATTENTION = frozenset({"9.0", "10.0"})  # FlashAttention-3; Transformer Engine
-_HEAD_CACHE = frozenset({"9.0"})  # scales for each head: FlashAttention-3 alone
-_BLOCK_KERNELS = frozenset({"9.0", "10.0", "12.0"})  # CUTLASS and DeepGEMM, as in vLLM
+# vLLM's CUTLASS kernel for int8 refuses them as it starts (vllm-project/vllm#54311).
+_NO_INT8_IN_VLLM = frozenset({"10.0", "12.0"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +111,19 @@ def _storage(q: _Question) -> str | None:
     if q.component is Component.KV_CACHE:
         return _cache(q)
     if q.is_storage and q.narrow == "int4" and not q.device.reads_int4_weights:
-        return f"no kernel reads int4 weights on {q.device.name} ({q.device.arch})"
+        return f"no kernel reads int4 weights on {_named(q.device)}"
     if q.is_storage and q.narrow != "int4" and not q.device.reads_fp8_weights:
-        return f"no kernel reads FP8 weights on {q.device.name} ({q.device.arch})"
+        return f"no kernel reads FP8 weights on {_named(q.device)}"
     return None
 
 
 def _cache(q: _Question) -> str | None:
     if not q.choice.is_fp8:
         return None
-    if not q.device.keeps_fp8_cache:
-        return f"no kernel reads an FP8 cache on {q.device.name} ({q.device.arch})"
+    if q.choice.output not in q.device.support.stored_cache:
+        return f"no kernel reads an FP8 cache on {_named(q.device)}"
     by_head = q.choice.input.granularity is Granularity.HEAD
-    if by_head and q.device.compute_capability not in _HEAD_CACHE:
+    if by_head and not q.device.support.cache_scale_per_head:
         return f"no kernel on {q.device.name} scales each head of the cache"
     return None
 
@@ -131,16 +132,41 @@ def _unit(q: _Question) -> str | None:
     if not q.choice.is_narrow or q.is_storage:
         return None
     missing = [p.format for p in q.operands if not q.device.multiplies(p.format)]
-    if not missing:
-        return None
-    kind = "FP8" if q.choice.is_fp8 else missing[0]
-    if q.device.is_cpu:
+    return _no_unit(q.device, missing[0]) if missing else None
+
+
+def _no_unit(device: Device, fmt: str) -> str:
+    kind = "FP8" if fmt.startswith("fp8") else fmt
+    if device.is_cpu:
         return f"this processor has no {kind} unit"
-    if not q.choice.is_fp8:
-        return f"{q.device.name} ({q.device.arch}) has no {kind} matmul"
-    if q.device.fp8:
-        return f"{q.device.name} has no {missing[0]} with the range of OCP's"
-    return f"{q.device.name} ({q.device.arch}) has no FP8 matmul"
+    if kind == "FP8" and device.fp8:
+        return f"{device.name} has no {fmt} with the range of OCP's"
+    return f"{_named(device)} has no {kind} matmul"
+
+
+def _named(device: Device) -> str:
+    return f"{device.name} ({device.arch})"
+
+
+def matmul_refusal(device: Device, wanted: Matmul) -> str | None:
+    """Say why a device has no kernel for this pair of narrow operands, or None."""
+    for fmt in (wanted.input, wanted.weight):
+        if not device.multiplies(fmt):
+            return _no_unit(device, fmt)
+    if wanted.input == wanted.weight == "fp8_e5m2":
+        return "cuBLASLt and torch._scaled_mm take e5m2 for one operand at most"
+    if device.support.multiplies(wanted):
+        return None
+    if other := device.support.other_kernels.get(wanted.scaling):
+        return other
+    said = wanted.scaling.words
+    return (
+        f"no kernel for {said} of {wanted.input} × {wanted.weight} on {_named(device)}"
+    )
+
+
+def _pair(q: _Question) -> str | None:
+    return matmul_refusal(q.device, Matmul.of(q.choice)) if q.is_narrow_linear else None
 
 
 def _multiples(q: _Question) -> str | None:
@@ -153,23 +179,21 @@ def _multiples(q: _Question) -> str | None:
     return None
 
 
-def _blocks(q: _Question) -> str | None:
-    """Groups of neighbors that share a scale: which kernels take them, and whole ones."""
-    by_block = Granularity.BLOCK in q.granularities
-    if by_block and q.device.compute_capability not in _BLOCK_KERNELS:
-        return f"no kernel for 128×128 blocks on {q.device.name} ({q.device.arch})"
+def _groups(q: _Question) -> str | None:
+    """Groups of neighbors that share a scale must be whole."""
     size = max(GROUP_SIZES.get(g, 1) for g in q.granularities)
     if q.shape.k % size:
         return f"K = {q.shape.k} is not a multiple of {size}"
+    by_block = Granularity.BLOCK in q.granularities
     if by_block and len(q.shape.parts) > 1 and any(n % size for n in q.shape.parts):
         return f"a block of {size} rows would lie across two fused matrices"
     return None
 
 
 def _attention_kernel(q: _Question) -> str | None:
-    able = q.device.compute_capability in _FP8_ATTENTION
+    able = q.choice.input.format in q.device.support.attention
     if q.is_attention and q.choice.is_fp8 and not able:
-        return f"no FP8 attention kernel for {q.device.name} ({q.device.arch})"
+        return f"no FP8 attention kernel for {_named(q.device)}"
     return None
 
 
@@ -189,6 +213,8 @@ def _vllm(q: _Question) -> str | None:
         return None
     if Granularity.MX in q.granularities:
         return f"no vLLM kernel for dense layers is known to take {q.choice.name}"
+    if q.narrow == "int8" and q.device.compute_capability in _NO_INT8_IN_VLLM:
+        return f"vLLM's int8 kernels refuse {_named(q.device)}"
     if q.narrow == "fp8_e5m2":
         return "compressed-tensors, which vLLM loads, has no e5m2"
     if q.choice.is_narrow and q.component not in LINEAR:
@@ -235,7 +261,8 @@ _RULES: tuple[Rule, ...] = (
     _searched,
     _storage,
     _unit,
-    _blocks,
+    _pair,
+    _groups,
     _attention_kernel,
     _multiples,
     _output,

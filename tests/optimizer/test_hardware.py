@@ -1,18 +1,10 @@
-import json
-from importlib.resources import files
 from itertools import product
 
 import pytest
 
+from optimizer.catalogue import FP8_RATIO
 from optimizer.errors import HardwareError
-from optimizer.hardware import (
-    _IDS,
-    DEVICES,
-    FP8_RATIO,
-    Device,
-    _check,
-    device,
-)
+from optimizer.hardware import DEVICES, Device, closest, device, utilization
 from optimizer.rules import refusals
 from optimizer.spec import ENGINES, SWEPT_FORMATS
 from optimizer.stack import (
@@ -95,31 +87,34 @@ def test_every_device_can_be_costed(found: Device) -> None:
         assert FP8_RATIO[0] <= ratio <= FP8_RATIO[1]
 
 
-def test_a_sparse_figure_is_refused_at_load() -> None:
-    sparse = Device(
-        id="x",
-        name="x",
-        peak_flops={"bf16": 989.4e12, "fp8": 3958e12},
-        bandwidth_bytes_s=1.0,
-        memory_bytes=1,
-        native=frozenset({"bf16"}),
-    )
-    with pytest.raises(HardwareError, match=r"catalogue wrong: x has FP8 at 4\.00"):
-        _check(sparse)
+@pytest.mark.parametrize("found", DEVICES.values(), ids=DEVICES)
+def test_no_peak_is_beyond_units_times_clock(found: Device) -> None:
+    units = found.units
+    if units is None:
+        pytest.skip("no source states its clock")
+    for fmt in units.flop_per_clock.keys() & found.peak_flops.keys():
+        limit = units.count * units.clock_hz * units.flop_per_clock[fmt]
+        # Lower bounds hold too: a rate of half would be another card's, or a typo's.
+        assert 0.9 * limit < found.peak_flops[fmt] < 1.01 * limit, fmt
 
 
-def test_only_the_row_without_a_bandwidth_is_left_out() -> None:
-    text = files("optimizer").joinpath("data/hardware.json").read_text("utf-8")
-    rows = json.loads(text)["devices"]
-    left_out = [r for r in rows if r["device"] not in _IDS]
-    assert [r["device"] for r in left_out] == ["GH200 144GB"]
-    assert left_out[0]["memory_bandwidth_gbs"] is None
-    assert len(DEVICES) == len(_IDS) + 1  # and the V100 with 32 GB
+def test_which_devices_have_no_source_for_their_clock() -> None:
+    unheld = {d.id for d in DEVICES.values() if d.units is None}
+    assert unheld == {"h20", "gaudi2", "gaudi3"}
 
 
-def test_no_two_devices_share_a_name() -> None:
-    names = [alias for row in _IDS.values() for alias in row]
-    assert len(names) == len(set(names))
+def test_utilization_is_a_share_of_the_dense_peak() -> None:
+    # 2 · 4096³ = 137.4 GFLOP in 200 µs are 687 of 989.4 TFLOP/s.
+    share = utilization(device("h100"), "bf16", 2 * 4096**3, 200e-6)
+    assert share == pytest.approx(0.6946, abs=1e-4)
+    both = [utilization(device("h100"), f, 1e15, 1.0) for f in ("fp8_e4m3", "fp8")]
+    assert both[0] == both[1] == pytest.approx(0.5053, abs=1e-4)
+
+
+def test_more_than_the_peak_is_a_wrong_catalogue_and_is_not_clipped() -> None:
+    # 137.4 GFLOP in 100 µs would be 1374 TFLOP/s.
+    with pytest.raises(HardwareError, match=r"wrong: 1374\.4 TFLOP/s of bf16 .* 139%"):
+        utilization(device("h100"), "bf16", 2 * 4096**3, 100e-6)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +132,28 @@ def test_aliases(name: str, full: str) -> None:
     assert device(name).name == full
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("h101", ["h100"]),
+        ("H100 SXM6", ["h100", "h200", "a100"]),
+        ("rtx5091", ["rtx-5090", "rtx-4090"]),
+        ("loca", ["local"]),
+        ("a-tpu", []),
+    ],
+)
+def test_a_misspelled_device_is_answered_with_the_closest(
+    name: str, meant: list[str]
+) -> None:
+    assert closest(name) == meant
+
+
 def test_an_unknown_device_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(HardwareError, match=r"'h101'; known: p100, v100, .*gaudi3"):
+    said = r"'h101'; did you mean h100\? known: p100, v100, .*gaudi3"
+    with pytest.raises(HardwareError, match=said):
         device("h101")
+    with pytest.raises(HardwareError, match=r"'a-tpu'; known: p100"):
+        device("a-tpu")
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones() -> None:

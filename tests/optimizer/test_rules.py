@@ -3,7 +3,7 @@
 import pytest
 
 from optimizer.hardware import DEVICES, device
-from optimizer.rules import refusals
+from optimizer.rules import matmul_refusal, refusals
 from optimizer.sizes import held_bytes
 from optimizer.spec import SWEPT_FORMATS
 from optimizer.stack import (
@@ -17,6 +17,7 @@ from optimizer.stack import (
     SiteShape,
     choice_named,
 )
+from optimizer.support import Matmul, Scaling
 
 EVERYTHING = (*SWEPT_FORMATS, *sorted(ON_REQUEST))
 COMING = [c for c in CHOICES[Component.FFN_IN] if c.on_request]
@@ -78,7 +79,7 @@ def test_which_devices_have_them(name: str, able: set[str]) -> None:
         ("fp6_e3m2_mx", {"any"}),
         ("fp4_e2m1_mx", {"any"}),
         ("fp4_e2m1_nv", {"any", "vllm"}),
-        ("int8", {"any", "vllm", "torchao"}),
+        ("int8", {"any", "torchao"}),  # vLLM's kernel stops at Hopper
         ("int4_weight_only", {"any", "vllm", "torchao"}),
     ],
 )
@@ -92,6 +93,45 @@ def test_blocks_are_for_hopper_and_blackwell(name: str) -> None:
     assert refused(name, "fp8_e4m3_block") is None
     for other in ("l4", "mi300x", "a100"):
         assert refused(other, "fp8_e4m3_block") is not None
+
+
+def test_vllm_takes_int8_before_blackwell() -> None:
+    for name in ("a100", "l4", "h100"):
+        assert refused(name, "int8", engine="vllm") is None
+    for name in ("b200", "gb200", "rtx-5090"):
+        assert "int8" in str(refused(name, "int8", engine="vllm"))
+
+
+def test_ada_multiplies_blocks_on_other_kernels() -> None:
+    said = str(refused("l4", "fp8_e4m3_block"))
+    assert "vLLM runs such checkpoints through Triton" in said
+    assert "Transformer Engine has no such recipe" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "said"),
+    [
+        ("h100", Matmul("fp8_e5m2", "fp8_e4m3", Scaling.TENSOR), None),
+        ("h100", Matmul("fp8_e4m3", "fp8_e5m2", Scaling.TENSOR), None),
+        ("mi300x", Matmul("fp8_e5m2", "fp8_e4m3", Scaling.TENSOR), None),
+        (
+            "h100",
+            Matmul("fp8_e5m2", "fp8_e5m2", Scaling.TENSOR),
+            "cuBLASLt and torch._scaled_mm take e5m2 for one operand at most",
+        ),
+        (
+            "h100",
+            Matmul("fp8_e5m2", "fp8_e4m3", Scaling.TOKEN_CHANNEL),
+            "no kernel for tokens and channels of fp8_e5m2 × fp8_e4m3",
+        ),
+        ("a100", Matmul("fp8_e4m3", "fp8_e4m3", Scaling.TENSOR), "has no FP8 matmul"),
+        ("h100", Matmul("fp4_e2m1", "fp4_e2m1", Scaling.NV), "no fp4_e2m1 matmul"),
+        ("gaudi2", Matmul("fp8_e5m2", "fp8_e5m2", Scaling.TENSOR), "e5m2 for one"),
+    ],
+)
+def test_pairs_of_operands(name: str, pair: Matmul, said: str | None) -> None:
+    reason = matmul_refusal(device(name), pair)
+    assert reason is None if said is None else said in str(reason)
 
 
 def test_groups_must_be_whole() -> None:
