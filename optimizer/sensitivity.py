@@ -37,6 +37,7 @@ from optimizer.model import LoadedModel
 from optimizer.quantize import saturated_share
 from optimizer.sites import LinearPart
 from optimizer.stack import (
+    Granularity,
     Precision,
     Role,
     Site,
@@ -61,11 +62,14 @@ __all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sw
 LABEL_SAMPLES = 1
 ERROR_BYTES = 600 << 20  # of the errors of one matrix's roundings at once
 PRODUCT_BYTES = 256 << 20  # of activations and gradients that wait to be scored
+# The scales of these are rounded, also down. Others of a group, row or head come from
+# the largest value that they cover: nothing lies beyond the format, by construction.
+SATURATING = frozenset({Granularity.MX, Granularity.NV})
 ROUNDED = 1e-6  # relative: what making and undoing a float32 scale may move a value
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
+class Seen:
     """One tensor that passed a place, and its squared gradients so far."""
 
     place: Place
@@ -132,7 +136,7 @@ class Sweep(Reference):
         self._weights = weights
         self.samples = samples
         self._wanted = wanted_roundings(candidates)
-        self._seen: list[_Seen] = []
+        self._seen: list[Seen] = []
         self._last: dict[Place, Tensor] = {}
         self._products: list[_Product] = []
         self._counted: set[tuple[str, Precision]] = set()  # matrices
@@ -149,7 +153,7 @@ class Sweep(Reference):
         if place in self._wanted and self._last.get(place) is not x:
             self._last[place] = x
             visible = None if mask is None else (mask >= 0).expand_as(x)
-            seen = _Seen(place, x.detach(), visible)
+            seen = Seen(place, x.detach(), visible)
             self._seen.append(seen)
             x.register_hook(seen.add)
         return x, None
@@ -261,7 +265,7 @@ class Sweep(Reference):
         self._score_matrices()
 
     @torch.no_grad()
-    def _score(self, seen: _Seen) -> None:
+    def _score(self, seen: Seen) -> None:
         assert seen.squared is not None, seen.place
         x = seen.x if seen.visible is None else seen.x.masked_fill(~seen.visible, 0.0)
         whole = _Whole.of(x)
@@ -291,7 +295,8 @@ class Sweep(Reference):
             sums.flushed += whole.nonzero - int(codes.count_nonzero())
             fmt = FORMATS[key[2].format]
             limit = fmt.max * (1 + ROUNDED)
-            if scale.numel() == 1 and whole.largest > limit * float(scale):
+            beyond = scale.numel() == 1 and whole.largest > limit * float(scale)
+            if beyond or key[2].granularity in SATURATING:
                 share = saturated_share(whole.x, scale, fmt)
                 sums.saturated += round(share * codes.numel())
         return sums

@@ -130,3 +130,21 @@ def test_shares_are_of_what_was_rounded() -> None:
     clipped = {k: v / 4 for k, v in largest.items()}
     found = sensitivity.measure(model, [ids], {site: [choice]}, clipped, weights)
     assert 0.0 < found[site, choice].saturated < 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "saturates"),
+    [("fp4_e2m1_mx", True), ("fp4_e2m1_nv", True), ("fp8_e4m3_token", False)],
+)
+def test_scales_that_are_rounded_down_saturate_and_others_cannot(
+    name: str, saturates: bool
+) -> None:
+    # MX: a group with an amax in [1.5, 2) of its power of two lies beyond fp4's 6.
+    model, ids = tiny.loaded(), tiny.ids()
+    site = Site(0, Component.FFN_OUT)
+    choice = choice_named(site.component, name)
+    largest, weights = amaxes(calibrate(model, [ids])), WeightCodes(model)
+    found = sensitivity.measure(model, [ids], {site: [choice]}, largest, weights)
+    share = found[site, choice].saturated
+    assert share < 1 / 16
+    assert (share > 0) == saturates
