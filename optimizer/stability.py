@@ -4,7 +4,8 @@ A run-time fallback computes a token again in 16 bits where its FP8 computation 
 beyond the format. Of a site the sweep knows the share of elements that saturate; a
 token has many, so at most `share × elements of a row` of its tokens are affected, and
 of the stack at most the sum over its sites. It is an upper bound: outliers sit in the
-same few tokens. Where a stack was validated its worst token is measured.
+same few tokens. Where a stack was validated, the tokens that fall back and the worst
+one are measured, on the held-out data.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ class Stability:
     """What may go wrong with a stack in service."""
 
     saturated: float  # the largest share of elements that saturate at a site
-    fallback: float  # share of tokens that fall back, at most
+    fallback: float  # share of tokens that fall back: measured, or at most
     worst_token_kl_nats: float | None  # None: not validated
 
 
@@ -36,7 +37,9 @@ def stability(
     ]
     return Stability(
         saturated=max((share for share, _ in saturated), default=0.0),
-        fallback=_at_most(share * count for share, count in saturated),
+        fallback=quality.fallback
+        if quality
+        else _at_most(share * count for share, count in saturated),
         worst_token_kl_nats=quality.worst_token_kl_nats if quality else None,
     )
 

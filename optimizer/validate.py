@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from optimizer.execute import Amaxes, Reference, Stacked, WeightCodes
+from optimizer.execute import Amaxes, Reference, WeightCodes
 from optimizer.metrics import (
     bootstrap_interval,
     logits_kl_nats,
@@ -22,6 +22,7 @@ from optimizer.metrics import (
     top1_agrees,
 )
 from optimizer.model import LoadedModel
+from optimizer.overflow import Noting, Overflows
 from optimizer.quantize import check_finite
 from optimizer.stack import Stack
 from optimizer.walk import Activations, Told, silent, walk
@@ -52,6 +53,7 @@ class Quality:
     top1_agreement: Interval
     worst_token_kl_nats: float
     p99_token_kl_nats: float
+    fallback: float  # share of the tokens of which a value goes beyond FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class TokenValues:
     kl: Values  # nats
     nll: Values  # nats, of each next token: one less for each sequence
     agree: Values  # 1 where the most likely token is the reference's
+    overflowed: Values  # how many tokens of each sequence go beyond FP8
 
 
 @dataclass(slots=True, eq=False)
@@ -120,16 +123,19 @@ def run_stack(
     kl: list[Values] = []
     nll: list[Values] = []
     agree: list[Values] = []
+    executor, overflows = Noting(stack, amaxes, weights), Overflows(truth.sequences)
 
     def after(stage: int, index: int, out: Tensor) -> None:
+        overflows.take(index, executor)
         if stage == model.stages - 1:
             reference, logits = truth.logits.get((0, index)), out[0]
             kl.append(logits_kl_nats(reference, logits).double().numpy())
             nll.append(_nll(logits, truth.sequences[index]))
             agree.append(top1_agrees(reference, logits).double().numpy())
 
-    _run(model, truth.sequences, Stacked(stack, amaxes, weights), after, progress)
-    return TokenValues(*(np.concatenate(v) for v in (kl, nll, agree)))
+    _run(model, truth.sequences, executor, after, progress)
+    per_token = (np.concatenate(v) for v in (kl, nll, agree))
+    return TokenValues(*per_token, np.array(overflows.counts, dtype=np.float64))
 
 
 def _run(
@@ -204,6 +210,7 @@ def quality(values: TokenValues, seed: int) -> Quality:
         top1_agreement=_interval(values.agree, seed),
         worst_token_kl_nats=float(kl.max()),
         p99_token_kl_nats=float(np.quantile(kl, 0.99)),
+        fallback=float(values.overflowed.sum()) / len(kl),
     )
 
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from optimizer.validate import TokenValues
 
+FIELDS = ("kl", "nll", "agree", "overflowed")
+
 
 def text(values: np.ndarray[Any, np.dtype[np.float64]]) -> str:
     """Return the values as base64 of little-endian float64."""
@@ -21,9 +23,9 @@ def array(written: str) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 def texts(values: TokenValues) -> dict[str, str]:
     """Return what a stack does to every token, as JSON."""
-    return {k: text(getattr(values, k)) for k in ("kl", "nll", "agree")}
+    return {k: text(getattr(values, k)) for k in FIELDS}
 
 
 def token_values(result: Mapping[str, str]) -> TokenValues:
     """Inverse of `texts`."""
-    return TokenValues(*(array(result[k]) for k in ("kl", "nll", "agree")))
+    return TokenValues(*(array(result[k]) for k in FIELDS))

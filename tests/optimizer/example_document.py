@@ -184,6 +184,7 @@ def validated(
         "top1_agreement": interval_to_one(1 - 0.35 * math.sqrt(kl), 0.008),
         "worst_token_kl_nats": 31 * kl,
         "p99_token_kl_nats": 9 * kl,
+        "fallback": 0.0025,
     }
 
 

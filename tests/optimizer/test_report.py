@@ -151,6 +151,7 @@ def test_each_validated_stack_shows_prediction_measurement_and_intervals(
         assert row[7:] == [
             three(s["p99_token_kl_nats"]),
             three(s["worst_token_kl_nats"]),
+            "0.250 %",
         ]
 
 

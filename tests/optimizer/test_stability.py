@@ -51,8 +51,8 @@ def test_more_than_every_token_cannot_fall_back() -> None:
     assert stability(some, narrowed(some, FFN)).fallback == 1.0
 
 
-def test_the_worst_token_is_the_measured_one() -> None:
-    some = saturating(0.0)
+def test_the_worst_token_and_what_falls_back_are_the_measured_ones() -> None:
+    some = saturating(0.5)  # whatever the bound is
     one = Interval(1.0, 1.0, 1.0)
-    found = stability(some, some.base()[1], Quality(one, one, one, 0.25, 0.1))
-    assert found.worst_token_kl_nats == 0.25
+    found = stability(some, some.base()[1], Quality(one, one, one, 0.25, 0.1, 0.01))
+    assert (found.worst_token_kl_nats, found.fallback) == (0.25, 0.01)

@@ -127,6 +127,20 @@ def test_intervals_hold_their_value_and_repeat_by_seed() -> None:
     assert validated(model, stack, seed=1).stacks["it"] != first
 
 
+def test_the_share_of_tokens_that_go_beyond_fp8_is_measured() -> None:
+    model = tiny.loaded()
+    stack = uniform(model, "fp8_e4m3")
+    rest = ([SEQUENCES[0]], {"it": stack, "bf16": uniform(model, "bf16")})
+    largest = amaxes(calibrate(model, SEQUENCES))
+    tiny_range = {place: amax * 1e-6 for place, amax in largest.items()}
+    shares = []
+    for scales in ({k: v * 1e6 for k, v in largest.items()}, tiny_range):
+        found = validate(model, *rest, scales, WeightCodes(model)).stacks
+        assert found["bf16"].fallback == 0.0
+        shares.append(found["it"].fallback)
+    assert shares == [0.0, 1.0]
+
+
 def test_other_stacks_beside_it_change_nothing() -> None:
     model = tiny.loaded()
     wide, narrow = uniform(model, "bf16"), uniform(model, "fp8_e4m3")

@@ -17,7 +17,7 @@ def test_every_bit_comes_back() -> None:
 
 
 def test_what_a_stack_does_survives_json() -> None:
-    values = TokenValues(VALUES, VALUES[1:], VALUES[::-1])
+    values = TokenValues(VALUES, VALUES[1:], VALUES[::-1], VALUES[:2])
     again = token_values(json.loads(json.dumps(texts(values))))
-    for name in ("kl", "nll", "agree"):
+    for name in ("kl", "nll", "agree", "overflowed"):
         assert np.array_equal(getattr(again, name), getattr(values, name))
