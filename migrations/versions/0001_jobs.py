@@ -8,6 +8,15 @@ down_revision = None
 
 
 def upgrade() -> None:
+    _create_callers()
+    _create_datasets()
+    _create_jobs()
+    _create_models()
+    _create_artifacts()
+    _create_events()
+
+
+def _create_callers() -> None:
     op.create_table(
         "tenants",
         sa.Column("id", sa.String(), nullable=False),
@@ -33,6 +42,9 @@ def upgrade() -> None:
     op.create_index(
         op.f("ix_api_keys_tenant_id"), "api_keys", ["tenant_id"], unique=False
     )
+
+
+def _create_datasets() -> None:
     op.create_table(
         "datasets",
         sa.Column("id", sa.String(), nullable=False),
@@ -51,6 +63,9 @@ def upgrade() -> None:
     op.create_index(
         "uq_datasets_tenant_id_name", "datasets", ["tenant_id", "name"], unique=True
     )
+
+
+def _create_jobs() -> None:
     op.create_table(
         "jobs",
         sa.Column("id", sa.String(), nullable=False),
@@ -101,6 +116,9 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_jobs_status"), "jobs", ["status"], unique=False)
     op.create_index("ix_jobs_tenant_id_id", "jobs", ["tenant_id", "id"], unique=False)
+
+
+def _create_models() -> None:
     op.create_table(
         "models",
         sa.Column("id", sa.String(), nullable=False),
@@ -130,6 +148,9 @@ def upgrade() -> None:
     op.create_index(
         "uq_models_tenant_id_name", "models", ["tenant_id", "name"], unique=True
     )
+
+
+def _create_artifacts() -> None:
     op.create_table(
         "artifacts",
         sa.Column("job_id", sa.String(), nullable=False),
@@ -148,6 +169,9 @@ def upgrade() -> None:
         ),
         sa.PrimaryKeyConstraint("job_id", "name", name=op.f("pk_artifacts")),
     )
+
+
+def _create_events() -> None:
     op.create_table(
         "job_events",
         sa.Column("job_id", sa.String(), nullable=False),
