@@ -1,0 +1,231 @@
+"""The memory ledger: what lies in a device's memory, row by row, and what it adds up to.
+
+Bytes are counted, not measured: elements times their width, and the scales. What an
+allocator loses to fragments, a CUDA context and an engine's own buffers are not in it.
+This file has the rows of serving; `training` has those of training.
+"""
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from optimizer.sizes import held_bytes, size_bytes
+from optimizer.spec import Workload
+from optimizer.stack import Choice, Component, ModelShape, Precision, SiteShape, Stack
+
+# A prompt goes through in pieces of at most this many tokens: the default of vLLM's
+# server on GPUs of 70 GiB and more (vllm/engine/arg_utils.py); smaller ones take 2048.
+CHUNK_TOKENS = 8192
+LOGIT_BYTES = 4  # logits are fp32 when a token is drawn from them
+MOST = 1 << 24  # sequences or tokens: no search looks further
+_SPLIT_BY_INPUT = (Component.ATTN_OUT, Component.FFN_OUT)
+_ENDS = (Component.EMBEDDINGS, Component.LM_HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row: what it is, its bytes on one device, and how they were counted."""
+
+    name: str
+    bytes: int
+    counted: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Rows that add up, for one of `devices`."""
+
+    entries: tuple[Entry, ...]
+    devices: int = 1
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of the rows."""
+        return sum(e.bytes for e in self.entries)
+
+    def bytes_of(self, name: str) -> int:
+        """Return the bytes of a row; 0 where there is none."""
+        return sum(e.bytes for e in self.entries if e.name == name)
+
+
+def share_of(count: int, ways: int) -> int:
+    """Return the share of the device that has most."""
+    return -(-count // ways)
+
+
+def matrices(model: ModelShape) -> tuple[SiteShape, ...]:
+    """Return the sites that hold a matrix; of tied ones the first."""
+    held = [s for s in model.sites if s.weight_elements]
+    if model.tied_embeddings:
+        held = [s for s in held if s.site.component is not Component.LM_HEAD]
+    return tuple(held)
+
+
+def vectors(model: ModelShape) -> int:
+    """Return the parameters in no site's matrix: norms, biases, an encoder's head."""
+    return model.parameters - sum(s.weight_elements for s in matrices(model))
+
+
+# --- serving -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """K and V of some layers that are alike."""
+
+    token_bytes: float  # of all these layers, on one device
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A stack on one of `ways` devices in tensor parallel: its bytes by workload.
+
+    Matrices and KV heads are split; norms, biases and routers lie on every device.
+    """
+
+    ways: int
+    weight_bytes: int
+    caches: tuple[_Cache, ...]
+    chunk_bytes: float  # activations of one token
+    logit_bytes: int  # of one sequence
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Return the bytes of one sequence's K and V after so many tokens."""
+        held = (
+            c.token_bytes * (tokens if c.window is None else min(tokens, c.window))
+            for c in self.caches
+        )
+        return math.ceil(sum(held))
+
+    def working_bytes(self, workload: Workload) -> int:
+        """Return the bytes of activations at the widest point of a pass."""
+        tokens = min(workload.batch_size * workload.prompt_tokens, CHUNK_TOKENS)
+        logits = workload.batch_size * self.logit_bytes
+        return math.ceil(tokens * self.chunk_bytes) + logits
+
+    def ledger(self, workload: Workload) -> Ledger:
+        """Return the rows of a workload, every sequence at its end."""
+        batch, tokens = workload.batch_size, _end(workload)
+        return Ledger(
+            (
+                Entry("weights", self.weight_bytes, "every parameter, and the scales"),
+                Entry(
+                    "kv_cache",
+                    batch * self.cache_bytes(tokens),
+                    f"K and V of {tokens} tokens, no more than the window of a layer "
+                    f"that has one; × {batch}",
+                ),
+                Entry(
+                    "activations",
+                    self.working_bytes(workload),
+                    "hidden states, input and output of the widest matrix, of "
+                    f"{CHUNK_TOKENS} tokens at most; one row of logits per sequence",
+                ),
+            ),
+            self.ways,
+        )
+
+    def largest_batch(self, workload: Workload, room: int) -> int:
+        """Return the most sequences of this length that `room` bytes hold; 0: none."""
+
+        def needed(batch: int) -> int:
+            return self.ledger(replace(workload, batch_size=batch)).total_bytes
+
+        return _largest(needed, room, MOST)
+
+    def largest_context(self, workload: Workload, room: int, limit: int) -> int:
+        """Return the most tokens, prompt and output, that every sequence may have.
+
+        0: not even the output fits. `limit` is the model's own; 0: it has none.
+        """
+        out = workload.output_tokens
+
+        def needed(prompt: int) -> int:
+            asked = replace(workload, prompt_tokens=prompt)
+            return self.ledger(asked).total_bytes
+
+        prompt = _largest(needed, room, max(0, (limit or MOST) - out))
+        return prompt + out if prompt else 0
+
+
+def _end(workload: Workload) -> int:
+    return workload.prompt_tokens + workload.output_tokens
+
+
+def _largest(needed: Callable[[int], int], room: int, limit: int) -> int:
+    """Return the largest n of 1 to `limit` whose need, which grows, fits; 0: none."""
+    return bisect.bisect_right(range(1, limit + 1), room, key=needed)
+
+
+def served(model: ModelShape, stack: Stack, ways: int = 1) -> Served:
+    """Return what a stack takes on one of `ways` devices."""
+    kinds = Counter(_kinds(model, stack))
+    norms = next(c for s, c in stack.choices.items() if s.component is Component.NORMS)
+    stream = model.hidden * size_bytes(norms.output)
+    widest = max(_matmul_bytes(shape, choice, ways) for shape, choice in kinds)
+    rest = math.ceil(vectors(model) * size_bytes(norms.input.format))
+    held = sum(n * _held(s, c, model, ways) for (s, c), n in kinds.items())
+    return Served(
+        ways=ways,
+        weight_bytes=held - _shared_bytes(model, stack, ways) + rest,
+        caches=tuple(_caches(kinds.items(), ways)),
+        chunk_bytes=stream + widest,
+        logit_bytes=share_of(model.vocab, ways) * LOGIT_BYTES,
+    )
+
+
+def _kinds(model: ModelShape, stack: Stack) -> Iterable[tuple[SiteShape, Choice]]:
+    """Yield every site with its choice, as if all were in one layer."""
+    for shape in model.sites:
+        alike = replace(shape.site, layer=0)
+        yield replace(shape, site=alike), stack.choices[shape.site]
+
+
+def _stored(choice: Choice) -> Precision:
+    return choice.weight or choice.input
+
+
+def _held(shape: SiteShape, choice: Choice, model: ModelShape, ways: int) -> int:
+    whole = shape.site.component is Component.ROUTER
+    elements = share_of(shape.weight_elements, 1 if whole else ways)
+    return held_bytes(elements, shape.k or model.hidden, _stored(choice))
+
+
+def _shared_bytes(model: ModelShape, stack: Stack, ways: int) -> int:
+    """Bytes that tied weights are counted twice with, where their choices agree."""
+    ends = {s.site.component: s for s in model.sites if s.site.component in _ENDS}
+    head = ends.get(Component.LM_HEAD)
+    if head is None or not model.tied_embeddings:
+        return 0
+    table = stack.choices[ends[Component.EMBEDDINGS].site]
+    choice = stack.choices[head.site]
+    if _stored(table) != _stored(choice):
+        return 0
+    return _held(head, choice, model, ways)
+
+
+def _matmul_bytes(shape: SiteShape, choice: Choice, ways: int) -> float:
+    """Bytes of one token's input and output of a matrix; 0 for what is none."""
+    if not shape.k or shape.site.component in _ENDS:
+        return 0.0
+    k, n = shape.k, shape.n
+    if shape.site.component in _SPLIT_BY_INPUT:
+        k = share_of(k, ways)
+    elif shape.site.component is not Component.ROUTER:
+        n = share_of(n, ways)
+    return k * size_bytes(choice.input.format) + n * size_bytes(choice.output)
+
+
+def _caches(
+    kinds: Iterable[tuple[tuple[SiteShape, Choice], int]], ways: int
+) -> Iterable[_Cache]:
+    for (shape, choice), count in kinds:
+        if shape.site.component is Component.KV_CACHE:
+            element = size_bytes(choice.input.format) + size_bytes(
+                _stored(choice).format
+            )
+            width = share_of(shape.kv_heads, ways) * shape.head_dim
+            yield _Cache(count * width * element, shape.window)
