@@ -14,8 +14,8 @@ from torch import Tensor
 from optimizer.errors import NonFiniteError
 from optimizer.execute import Operand, Reference
 from optimizer.model import LoadedModel
+from optimizer.sites import LinearPart
 from optimizer.stack import Component, Role, Site
-from optimizer.totals import sum_of_magnitudes
 from optimizer.walk import Activations, Told, silent, walk
 from optimizer.watch import Statistics
 
@@ -34,15 +34,12 @@ class Stats:
     """What calibration keeps of one place."""
 
     amax: Tensor  # fp32, () or (heads,) for attention operands
-    mean_abs: float
     count: int  # elements seen
 
     def merge(self, other: "Stats") -> "Stats":
         """Return the stats of both streams together, in either order."""
-        count = self.count + other.count
-        total = self.mean_abs * self.count + other.mean_abs * other.count
-        mean = total / count if count else 0.0
-        return Stats(torch.maximum(self.amax, other.amax), mean, count)
+        largest = torch.maximum(self.amax, other.amax)
+        return Stats(largest, self.count + other.count)
 
 
 def observe(x: Tensor, keep: Tensor | None, largest_over: tuple[int, ...]) -> Stats:
@@ -57,8 +54,7 @@ def observe(x: Tensor, keep: Tensor | None, largest_over: tuple[int, ...]) -> St
         count = int(keep.expand_as(x).sum())
     # Two reductions read x twice and still beat one of x.abs(), which is a copy.
     largest = torch.maximum(x.amax(dim=largest_over), -x.amin(dim=largest_over))
-    total = sum_of_magnitudes(x)
-    return Stats(largest.float(), total / count if count else 0.0, count)
+    return Stats(largest.float(), count)
 
 
 class Observer(Reference):
@@ -88,6 +84,13 @@ class Observer(Reference):
         if self.statistics is not None:
             self.statistics.see(site, role, visible, self.tokens)
         return x, None
+
+    def linear(self, part: LinearPart, x: Tensor) -> Tensor:
+        """Run in fp32; of the head see the input alone, since nothing follows it."""
+        if part.site.component is Component.LM_HEAD:
+            self.tap(part.site, Role.INPUT, x)
+            return x.new_zeros(1).expand(*x.shape[:-1], len(part.weight))
+        return super().linear(part, x)
 
     def _keep(self, site: Site, x: Tensor) -> Tensor | None:
         if self.tokens is None:
@@ -158,7 +161,7 @@ def calibrate(
 def stats_to_json(stats: dict[tuple[Site, Role], Stats]) -> dict[str, Any]:
     """Return plain JSON; floats survive it exactly."""
     return {
-        f"{site} {role}": [s.amax.tolist(), s.mean_abs, s.count]
+        f"{site} {role}": [s.amax.tolist(), s.count]
         for (site, role), s in stats.items()
     }
 
@@ -169,10 +172,10 @@ def stats_from_json(
     """Return the stats of several parts of the data together."""
     merged: dict[tuple[Site, Role], Stats] = {}
     for result in results:
-        for name, (largest, mean_abs, count) in result.items():
+        for name, (largest, count) in result.items():
             site, role = name.split(" ")
             key = (Site.parse(site), Role(role))
-            stats = Stats(torch.tensor(largest), mean_abs, count)
+            stats = Stats(torch.tensor(largest), count)
             merged[key] = merged[key].merge(stats) if key in merged else stats
     return merged
 

@@ -23,11 +23,6 @@ def sum_of_squares(x: Tensor) -> float:
     return _sum(torch.linalg.vector_norm(_rows(x), dim=-1).double().square_())
 
 
-def sum_of_magnitudes(x: Tensor) -> float:
-    """Return Σ |x|."""
-    return _sum(torch.linalg.vector_norm(_rows(x), ord=1, dim=-1))
-
-
 def dot(a: Tensor, b: Tensor) -> float:
     """Return Σ a·b of two float32 tensors of one shape."""
     # numpy's einsum is one thread's, reads both once and makes no product tensor.

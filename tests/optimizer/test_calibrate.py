@@ -66,14 +66,13 @@ def test_padding_sets_no_scale(pad: float, left: bool) -> None:
     both = alone[0].merge(alone[1])
     assert torch.equal(stats.amax, both.amax)
     assert stats.count == both.count == (3 + 7) * 4
-    assert stats.mean_abs == pytest.approx(both.mean_abs, rel=1e-6)
 
 
 def test_a_sample_of_padding_alone_sets_no_scale() -> None:
     x = torch.full((1, 5, 4), 50.0)
     stats = observe(x, torch.zeros(1, 5, 1, dtype=torch.bool), EVERYWHERE)
-    assert (float(stats.amax), stats.mean_abs, stats.count) == (0.0, 0.0, 0)
-    real = Stats(torch.tensor(2.0), 1.0, 8)
+    assert (float(stats.amax), stats.count) == (0.0, 0)
+    real = Stats(torch.tensor(2.0), 8)
     assert float(real.merge(stats).amax) == 2.0
 
 
@@ -222,7 +221,6 @@ def test_streaming_is_all_at_once() -> None:
     once = observe(torch.cat(batches), None, EVERYWHERE)
     assert torch.equal(stats.amax, once.amax)
     assert stats.count == once.count
-    assert stats.mean_abs == pytest.approx(once.mean_abs, rel=1e-6)  # of rows in fp32
 
 
 def test_stats_merge_in_any_order() -> None:
@@ -232,8 +230,7 @@ def test_stats_merge_in_any_order() -> None:
     for stats in merged:
         assert torch.equal(stats.amax, merged[0].amax)
         assert stats.count == merged[0].count
-        assert stats.mean_abs == pytest.approx(merged[0].mean_abs, rel=1e-12)
-
+    
 
 def test_static_scales_do_not_depend_on_the_batch() -> None:
     rows = [normal(1, 6, 4, seed=i) for i in range(4)]

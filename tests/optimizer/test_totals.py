@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimizer.totals import dot, sum_of, sum_of_magnitudes, sum_of_squares
+from optimizer.totals import dot, sum_of, sum_of_squares
 
 SHAPES = [
     (7,),
@@ -22,7 +22,6 @@ SHAPES = [
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], float], Callable[[float], float]]] = {
     "total": (sum_of, lambda v: v),
     "squares": (sum_of_squares, lambda v: v * v),
-    "magnitudes": (sum_of_magnitudes, abs),
     "dot": (lambda x: dot(x, x), lambda v: v * v),
 }
 
