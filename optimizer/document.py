@@ -5,7 +5,7 @@ the HTML report, the job's result, the stack and the front.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -18,6 +18,7 @@ from optimizer.document_sites import added_kl_nats, components, layers, site_row
 from optimizer.evidence import Evidence
 from optimizer.experts import ExpertTokens, rare
 from optimizer.hardware import Device
+from optimizer.local_run import Measured
 from optimizer.matmul import MATMUL_PRECISION
 from optimizer.model import LoadedModel
 from optimizer.one_pass import generates
@@ -83,6 +84,7 @@ class Run:
     rounding: Rounding
     experts: tuple[ExpertTokens, ...]  # empty without experts
     evidence: Evidence  # who sets the scales, and what attention looks at
+    runs: Mapping[str, Measured] = field(default_factory=dict)  # end to end, by label
 
 
 def build(run: Run) -> dict[str, Any]:
@@ -112,6 +114,7 @@ def build(run: Run) -> dict[str, Any]:
         "prediction": _prediction(run),
         "validation": _validation(run),
         "rounding": asdict(run.rounding),
+        "runs": [{"label": k, **asdict(m)} for k, m in run.runs.items()],
         "statistics": run.evidence.to_json(),
         "contrast": compare(run.contrast, run.chooser.table) if run.contrast else None,
         "limits": _limits(run),
@@ -208,7 +211,7 @@ def _hardware(run: Run) -> dict[str, Any]:
         "name": run.device.name,
         "arch": run.device.arch,
         "basis": run.basis,
-        "method": "kernels run one by one" if run.basis == "measured" else "roofline",
+        "method": "what its sites took" if run.basis == "measured" else "roofline",
         "memory_bytes": run.device.memory_bytes,
         "notes": list(run.device.notes),
     }
@@ -329,7 +332,10 @@ def _limits(run: Run) -> list[str]:
             "not measured on the device."
         )
     else:
-        said.append("Latency is the sum of kernels measured one by one on the worker.")
+        said.append(
+            "Latency adds up what sites took on the worker; stacks that were run there "
+            "end to end have their own figures."
+        )
     return said
 
 

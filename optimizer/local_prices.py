@@ -14,7 +14,7 @@ from optimizer import local
 from optimizer.cost import SiteCost, site_cost
 from optimizer.errors import HardwareError
 from optimizer.hardware import Device
-from optimizer.local_run import Key, Spent, Times, opened, profiled, run
+from optimizer.local_run import Key, Spent, Times, Told, opened, profiled, run, silent
 from optimizer.native import Native
 from optimizer.spec import Workload
 from optimizer.stack import (
@@ -97,10 +97,10 @@ class Profile:
     prefill: Prices
 
 
-def profile(native: Native, workload: Workload) -> Profile:
+def profile(native: Native, workload: Workload, told: Told = silent) -> Profile:
     """Run the stacks that have every choice, and return what each site took in them."""
     stacks = dict(enumerate(profiled(native.shape)))
-    return priced(native, stacks, run(native, stacks, workload))
+    return priced(native, stacks, run(native, stacks, workload, told))
 
 
 def priced(
@@ -132,7 +132,7 @@ def costs(
 
 
 def target(
-    folder: Path, model: ModelShape, workload: Workload
+    folder: Path, model: ModelShape, workload: Workload, told: Told = silent
 ) -> tuple[Device, CostOf]:
     """Return this processor and what sites cost on it, timed in whole runs if it can be.
 
@@ -140,7 +140,7 @@ def target(
     """
     device = local.device()
     try:
-        own = profile(opened(folder), workload)
+        own = profile(opened(folder), workload, told)
     except HardwareError as no:
         device = replace(device, notes=(*device.notes, str(no)))
         return device, local.measured(model, device, workload)

@@ -8,7 +8,7 @@ through the caches in between, as they do when a model is served.
 
 import statistics
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -20,8 +20,9 @@ from optimizer import local
 from optimizer.checkpoint import inspect
 from optimizer.construct import construct
 from optimizer.errors import HardwareError
+from optimizer.hardware import LOCAL
 from optimizer.native import Native
-from optimizer.spec import Workload
+from optimizer.spec import OptimizeSpec, Workload
 from optimizer.stack import (
     CHOICES,
     WHOLE_MODEL,
@@ -33,6 +34,7 @@ from optimizer.stack import (
 )
 
 ENGINE = "torch"
+CHOSEN = "chosen"  # the label of the answer
 ROUNDS = 4
 STEPS = 4  # of decode, in one turn
 LIMIT_S = 2.0  # a stack's decode steps end after this time and two rounds
@@ -47,6 +49,11 @@ EMBEDDINGS = Site(WHOLE_MODEL, Component.EMBEDDINGS)
 
 Spent = Mapping[Site, float]  # seconds of one step
 Key = TypeVar("Key", bound=Hashable)
+Told = Callable[[], None]
+
+
+def silent() -> None:
+    """Nobody listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +131,23 @@ def profiled(model: ModelShape) -> list[Stack]:
 
 
 def run(
-    native: Native, stacks: Mapping[Key, Stack], workload: Workload
+    native: Native, stacks: Mapping[Key, Stack], workload: Workload, told: Told = silent
 ) -> dict[Key, Times]:
-    """Run every stack in turn, and time its decode steps and its prefill."""
+    """Run every stack in turn, and time its decode steps and its prefill.
+
+    `told` is called after every turn, and may raise to stop.
+    """
     times = {name: Times() for name in stacks}
     for turn in range(ROUNDS):
         for name, stack in stacks.items():
             if turn < 2 or sum(times[name].decode) < LIMIT_S:
                 native.use(stack)
                 _decode(native, workload, times[name])
+                told()
     for name, stack in stacks.items():
         native.use(stack)
         _prefill(native, workload, times[name])
+        told()
     return times
 
 
@@ -178,11 +190,30 @@ def _ids(native: Native, batch: int, tokens: int) -> torch.Tensor:
 
 
 def measure_stacks(
-    folder: Path, stacks: Mapping[str, Stack], workload: Workload
+    folder: Path, stacks: Mapping[str, Stack], workload: Workload, told: Told = silent
 ) -> dict[str, Measured]:
     """Run stacks of a model end to end on this processor, taking turns.
 
     Raises HardwareError where the model, or a choice, cannot be run here.
     """
-    times = run(opened(folder), stacks, workload)
-    return {name: t.measured() for name, t in times.items()}
+    distinct = {frozenset(s.choices.items()): s for s in stacks.values()}
+    times = run(opened(folder), distinct, workload, told)
+    measured = {key: each.measured() for key, each in times.items()}
+    return {k: measured[frozenset(s.choices.items())] for k, s in stacks.items()}
+
+
+def end_to_end(
+    spec: OptimizeSpec, model: ModelShape, stacks: Mapping[str, Stack], told: Told
+) -> dict[str, Measured]:
+    """Run the chosen stack and the uniform ones, where the job is for this processor.
+
+    Nothing for another device, or where the model cannot be run here.
+    """
+    if spec.hardware != LOCAL:
+        return {}
+    asked = {k: s for k, s in stacks.items() if k == CHOSEN or k.startswith("all_")}
+    asked["all_fp32"] = uniform(model, ("fp32",))
+    try:
+        return measure_stacks(Path(spec.model_path), asked, spec.workload, told)
+    except HardwareError:
+        return {}

@@ -1,10 +1,11 @@
 """The whole road on one page: a spec goes in, the report document comes out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from optimizer import casts, document, local, plan
+from optimizer import casts, document, local_prices, local_run, plan
 from optimizer.casts import Casts
 from optimizer.checkpoint import inspect
 from optimizer.choose import Chooser, CostOf, allowed, candidates, modelled, tabulate
@@ -77,7 +78,7 @@ def optimize(
     meter.enter("load")
     work = Work(spec, pieces or Memory(), meter.at, on_layer=meter.tick)
     shape = work.opened()
-    target, basis, cost_of, pairs = _target(spec, shape)
+    target, basis, cost_of, pairs = _target(spec, shape, meter.tick)
     if not generates(shape):
         cost_of, pairs = of_pass(cost_of), casts_of_pass(pairs)
 
@@ -111,7 +112,8 @@ def optimize(
     meter.at(1.0)  # it may end before its budget does
 
     meter.enter("report")
-    return document.build(result)
+    runs = local_run.end_to_end(spec, shape, result.stacks, meter.tick)
+    return document.build(replace(result, runs=runs))
 
 
 class _Measuring:
@@ -191,14 +193,16 @@ def _rounding(work: Work, stack: Stack, nearest: Quality) -> tuple[Rounding, Qua
     return rounding, found if better else nearest
 
 
-def _target(spec: OptimizeSpec, shape: ModelShape) -> tuple[Device, str, CostOf, Casts]:
+def _target(
+    spec: OptimizeSpec, shape: ModelShape, told: local_run.Told
+) -> tuple[Device, str, CostOf, Casts]:
     """Return the device, the basis of its latencies, and what sites and casts cost."""
     if spec.hardware != LOCAL:
         target = device(spec.hardware)
         pairs = casts.modelled(shape, target, spec.workload)
         return target, "modelled", modelled(shape, target, spec.workload), pairs
-    target = local.device()
-    costs = local.measured(shape, target, spec.workload)
+    folder = Path(spec.model_path)
+    target, costs = local_prices.target(folder, shape, spec.workload, told)
     return target, "measured", costs, casts.NO_CASTS
 
 

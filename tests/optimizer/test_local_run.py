@@ -1,25 +1,33 @@
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from optimizer import local_run
-from optimizer.local_prices import profile
+from optimizer.local_prices import NOTE, profile
 from optimizer.local_run import (
     EMBEDDINGS,
     PROFILED,
     STEPS,
+    Measured,
     Times,
+    end_to_end,
     measure_stacks,
     opened,
     profiled,
     run,
+    silent,
     uniform,
 )
 from optimizer.native import Native
+from optimizer.report import render_html
 from optimizer.spec import OptimizeSpec, Workload
 from optimizer.stack import Component, Site
 from tests.optimizer import tiny
+from tests.optimizer.conftest import Document
+from tests.optimizer.example_document import example_document
 
 SHORT = Workload(batch_size=2, prompt_tokens=12, output_tokens=8)
 MATRIX = Site(0, Component.FFN_IN)
@@ -57,6 +65,23 @@ def test_stacks_are_run_in_turn_and_say_on_what(spec: OptimizeSpec) -> None:
         assert (it.engine, it.version) == ("torch", torch.__version__)
 
 
+def test_a_job_for_this_processor_has_its_answer_and_uniform_stacks_run(
+    spec: OptimizeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = opened(Path(spec.model_path)).shape
+    bf16, narrow = uniform(shape, ("bf16",)), uniform(shape, PROFILED[-1])
+    stacks = {"chosen": bf16, "all_bf16": bf16, "p3": narrow}
+    here = replace(spec, hardware="local", workload=SHORT)
+    calls: list[None] = []
+    found = end_to_end(here, shape, stacks, lambda: calls.append(None))
+    assert found.keys() == {"chosen", "all_bf16", "all_fp32"}
+    assert found["chosen"] == found["all_bf16"]  # one stack, run once
+    assert len(calls) >= 2 * 3  # two stacks, two turns and a prefill
+    assert end_to_end(spec, shape, stacks, silent) == {}  # for an H100
+    monkeypatch.setattr(local_run, "MEMORY_SHARE", 0.0)
+    assert end_to_end(here, shape, stacks, silent) == {}
+
+
 def test_a_stack_that_is_slow_is_run_twice_and_no_more(
     model: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,3 +107,27 @@ def test_steps_of_more_than_one_run_are_taken_together() -> None:
     both.add(Times([3.0], [8.0], [{}], [{}]))
     assert both.measured().per_token_s == 2.0
     assert both.measured().first_token_s == 6.0
+
+
+def test_the_report_shows_what_was_run_end_to_end() -> None:
+    measured = Measured(0.0123, None, 0.04, 16, "torch", "2.13.0", 2)
+    document = example_document()
+    assert "Run end to end" not in render_html(document)
+    page = render_html(
+        {**document, "runs": [{"label": "all_fp32", **asdict(measured)}]}
+    )
+    assert "Run end to end on this machine" in page
+    for text in ("all fp32", "12.3", "torch 2.13.0", "2 threads, 16 steps"):
+        assert text in page
+
+
+@pytest.mark.slow
+def test_a_job_for_this_processor_says_what_its_stacks_took(
+    document_of: Callable[[str], Document],
+) -> None:
+    document = document_of("local")
+    labels = {run["label"] for run in document["runs"]}
+    assert labels == {"chosen", "all_fp32", "all_bf16", "all_e4m3_weight_only"}
+    assert all(run["per_token_s"] > 0 for run in document["runs"])
+    assert document["hardware"]["notes"] == [NOTE]
+    assert document_of("h100")["runs"] == []
