@@ -11,10 +11,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
-from api import catalog, db, health, listings, problems, routes
+from api import catalog, db, hardware, health, listings, problems, routes
 from api.metrics import Metrics, service_version
 from api.middleware import BodyLimit, Envelope
 from api.settings import settings
+from optimizer.hardware import use as use_hardware
 
 DESCRIPTION = "Finds the precision of every part of a language model, on your data."
 PROBLEM = {
@@ -26,8 +27,12 @@ PROBLEM = {
 
 
 def create_app() -> FastAPI:
-    """Build a fresh application. The database must be migrated before it serves."""
+    """Build a fresh application. The database must be migrated before it serves.
+
+    Raises HardwareError where the operator's devices break a rule.
+    """
     configure_logging(settings().log_level)
+    use_hardware(settings().hardware_file)
     app = FastAPI(
         title="Precision",
         version=service_version(),
@@ -45,7 +50,7 @@ def create_app() -> FastAPI:
     limits["/v1/datasets/"] = settings().max_dataset_bytes
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(Envelope, metrics=app.state.metrics)  # the last is outermost
-    for part in (routes, listings, health):
+    for part in (routes, hardware, listings, health):
         app.include_router(part.router)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app

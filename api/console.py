@@ -171,35 +171,6 @@ def models(found: list[Json]) -> None:
     )
 
 
-def devices(found: list[Json]) -> None:
-    """Print a list of devices: dense peaks, bandwidth and memory."""
-    title = ("id", "name", "cc", "bf16 TF", "fp8 TF", "GB/s", "GB")
-    rows(title, [_device_line(device) for device in found])
-
-
-def _device_line(device: Json) -> tuple[object, ...]:
-    peak = device["peak_flops"]
-    base = peak.get("bf16") or peak.get("fp16")
-    return (
-        device["id"],
-        device["name"],
-        device["compute_capability"],
-        _in(base, 1e12),
-        _in(peak.get("fp8"), 1e12),
-        _in(device["bandwidth_bytes_s"], 1e9),
-        _in(device["memory_bytes"], 1e9),
-    )
-
-
-def _in(value: float | None, unit: float) -> str | None:
-    return None if value is None else f"{value / unit:.4g}"
-
-
-def device(found: Json) -> None:
-    """Print one device."""
-    devices([found])
-
-
 def _name(value: Any) -> str:
     """Return the short form of a field that may be a name or an object."""
     return (

@@ -1,4 +1,4 @@
-"""The endpoints of what there is: hardware, formats, models and datasets."""
+"""The endpoints of what there is: formats, models and datasets."""
 
 import os
 import secrets
@@ -8,43 +8,24 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path as PathParameter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from api import catalog, db, resolve, views
-from api.errors import NotFound, UnsupportedMediaType
+from api import catalog, db, views
+from api.errors import UnsupportedMediaType
 from api.routes import DB, Caller
 from api.schemas import NAME_PATTERN, ModelRequest
 from api.settings import settings
 from api.strict import StrictRoute
-from optimizer.errors import HardwareError
+from optimizer.abilities import FORMATS as NAMED
 from optimizer.formats import FORMATS
-from optimizer.hardware import DEVICES, LOCAL, device
 
 JSONL = ("application/jsonl", "application/x-ndjson", "application/json-lines")
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["catalog"])
 
 
-@router.get("/hardware")
-def list_hardware(caller: Caller) -> dict[str, Any]:
-    """List the devices that a request may name. `local` is the worker's own."""
-    catalogued = [views.device(found) for found in DEVICES.values()]
-    return views.whole_list([*catalogued, views.local_device()])
-
-
-@router.get("/hardware/{name}")
-def get_hardware(name: str, caller: Caller) -> dict[str, Any]:
-    """Return a device, by its id or an alias."""
-    if name == LOCAL:
-        return views.local_device()
-    try:
-        return views.device(device(name))
-    except HardwareError as error:
-        raise NotFound(str(error)) from None
-
-
 @router.get("/formats")
 def list_formats(caller: Caller) -> dict[str, Any]:
     """List the number formats; those that are `searchable` may be asked for."""
-    used = resolve.FORMATS_IN_USE
+    used = NAMED
     rows = [views.number_format(f, f.name in used) for f in FORMATS.values()]
     return views.whole_list(rows)
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from api import console, operate
+from api import console_devices, operate
 from api.operate import DataDir
 from api.options import AsJson, Key, Url, connect, emit
 
@@ -27,7 +27,7 @@ def list_hardware(
     """List the devices that a request may name."""
     with connect(url, key, data_dir) as client:
         found = client.hardware()
-    emit(found, as_json, console.devices)
+    emit(found, as_json, console_devices.devices)
 
 
 @hardware.command("show")
@@ -41,4 +41,4 @@ def show_hardware(
     """Show one device: peaks, memory, and what it refuses and why."""
     with connect(url, key, data_dir) as client:
         found = client.device(device)
-    emit(found, as_json, console.device)
+    emit(found, as_json, console_devices.device)

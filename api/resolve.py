@@ -1,6 +1,7 @@
 """From what a caller wrote to what the optimizer reads: every name is looked up here."""
 
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from sqlalchemy.orm import Session
@@ -8,8 +9,9 @@ from sqlalchemy.orm import Session
 from api import catalog
 from api.errors import Invalid
 from api.schemas import DataRef, ModelRef, OptimizeRequest, WorkloadBody
+from optimizer.abilities import FORMATS, unusable
 from optimizer.errors import HardwareError
-from optimizer.hardware import DEVICES, LOCAL, device
+from optimizer.hardware import DEVICES, LOCAL, closest, device
 from optimizer.spec import (
     ENGINES,
     ROUNDINGS,
@@ -20,26 +22,13 @@ from optimizer.spec import (
     OptimizeSpec,
     Workload,
 )
-from optimizer.stack import CHOICES
-
-FORMATS_IN_USE = tuple(
-    sorted(
-        {
-            operand.format
-            for choices in CHOICES.values()
-            for choice in choices
-            for operand in (choice.input, choice.weight)
-            if operand is not None
-        }
-    )
-)
 
 
 def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> OptimizeSpec:
     """Return the request with every name resolved. Raises Invalid naming the field."""
     task = _known("/task", "task", request.task.type, TASKS)
     hardware = hardware_id(request.hardware.id)
-    formats, engine = _search(request)
+    formats, engine = _search(request, hardware)
     name, data_path = _data(session, tenant_id, request.data_distribution)
     model = _model(session, tenant_id, request.model)  # last: it may read files
     sequence_tokens = request.data_distribution.sequence_tokens
@@ -75,33 +64,59 @@ def hardware_id(name: str) -> str:
     try:
         return device(name).id
     except HardwareError:
-        return _known("/hardware", "hardware", name, (*DEVICES, LOCAL))
+        known = [*DEVICES, LOCAL]
+        raise unknown("/hardware", "hardware", name, known, closest(name)) from None
 
 
 def _known(pointer: str, what: str, name: str, known: Collection[str]) -> str:
     if name in known:
         return name
-    raise unknown(pointer, what, name, known)
+    close = difflib.get_close_matches(name, known, n=3)
+    raise unknown(pointer, what, name, known, close)
 
 
-def unknown(pointer: str, what: str, name: str, known: Collection[str]) -> Invalid:
-    """Return the refusal of a name, with the names that there are."""
+def unknown(
+    pointer: str,
+    what: str,
+    name: str,
+    known: Collection[str],
+    close: Sequence[str] = (),
+) -> Invalid:
+    """Return the refusal of a name, with the closest and all that there are."""
     listed = ", ".join(list(known)[:100]) or "none yet"
     label = what.replace("_", " ")
-    detail = f"no {label} {name!r}; there are: {listed}"
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    detail = f"no {label} {name!r}; {meant}there are: {listed}"
     return Invalid(pointer, detail, f"unknown_{what}", list(known))
 
 
-def _search(request: OptimizeRequest) -> tuple[tuple[str, ...], str]:
+def _search(request: OptimizeRequest, hardware: str) -> tuple[tuple[str, ...], str]:
     formats = request.search.formats or SWEPT_FORMATS
     for index, name in enumerate(formats):
-        _known(f"/search/formats/{index}", "format", name, FORMATS_IN_USE)
+        _known(f"/search/formats/{index}", "format", name, FORMATS)
     inner, outer = request.search.engine, request.engine
     if inner and outer and inner != outer:
         raise Invalid("/engine", "engine and search.engine differ: give one")
     pointer = "/engine" if outer else "/search/engine"
     engine = _known(pointer, "engine", outer or inner or "any", ENGINES)
+    _require_some(formats, hardware, engine)
     return tuple(dict.fromkeys(formats)), engine
+
+
+def _require_some(formats: Sequence[str], hardware: str, engine: str) -> None:
+    """Raise Invalid where a device has none of the formats; `local` is not known yet."""
+    if hardware == LOCAL:
+        return
+    reasons = {f: unusable(device(hardware), engine, f) for f in formats}
+    if None in reasons.values():
+        return
+    usable = [f for f in FORMATS if unusable(device(hardware), engine, f) is None]
+    said = "; ".join(f"{fmt}: {reason}" for fmt, reason in reasons.items())
+    detail = (
+        f"{hardware} has none of the formats asked for (engine {engine}): {said}; "
+        f"it has {', '.join(usable)}"
+    )
+    raise Invalid("/search/formats", detail, "unsupported_precision", usable)
 
 
 def _workload(body: WorkloadBody, task: str) -> Workload:

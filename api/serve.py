@@ -32,6 +32,8 @@ from api import auth, db, settings
 from api.client import Client
 from api.errors import Unauthenticated
 from api.supervise import Program, Supervisor, rotate, tail
+from optimizer import hardware
+from optimizer.errors import HardwareError
 
 TENANT = "default"
 READY_S = 60.0  # a cold disk and two busy cores; usually 2 s
@@ -69,6 +71,7 @@ def serve(options: Options, say: Say) -> int:
     with _locked(data_dir), _listener(options.host, options.port) as listener:
         signals = _catch_signals()
         use(data_dir, options.model_roots)
+        _check_hardware()
         key = _prepare(data_dir)
         supervisor = Supervisor(say)
         try:
@@ -95,6 +98,14 @@ def use(data_dir: Path, model_roots: tuple[Path, ...] = ()) -> None:
         os.environ["PRECISION_MODEL_ROOTS"] = os.pathsep.join(map(str, roots))
     settings.settings.cache_clear()
     db.close()
+
+
+def _check_hardware() -> None:
+    """Read the operator's devices here, where somebody is told what breaks a rule."""
+    try:
+        hardware.use(settings.settings().hardware_file)
+    except HardwareError as error:
+        raise ServeError(str(error)) from None
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ def _split(value: object) -> object:
 
 
 Seconds = Annotated[float, Field(gt=0, le=30 * DAY_S, allow_inf_nan=False)]
+File = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 Folders = Annotated[list[Path], NoDecode, BeforeValidator(_split)]
 
 
@@ -47,6 +48,11 @@ class Settings(BaseSettings):
         default_factory=list,
         description="Folders that models may lie in, separated by `:`. "
         "Empty: `models` in the data folder.",
+    )
+    hardware_file: File = Field(
+        default=None,
+        description="JSON of devices that are added to the catalogue, or that replace "
+        "fields of its rows. API and workers read the same file.",
     )
     lease_s: Seconds = Field(
         default=20.0,
@@ -109,6 +115,8 @@ class Settings(BaseSettings):
         )
         roots = self.model_roots or [self.data_dir / "models"]
         self.model_roots = [root.expanduser().resolve() for root in roots]
+        if self.hardware_file is not None:
+            self.hardware_file = self.hardware_file.expanduser().resolve()
         if 3 * self.beat_s > self.lease_s:
             raise ValueError(
                 "lease_s must be at least 3 × beat_s: one beat may be late"

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 from api.models import FINAL, Artifact, Dataset, Job, JobEvent, RegisteredModel, Status
 from optimizer.datasets import Distribution
 from optimizer.formats import Format
-from optimizer.hardware import LOCAL, Device
 
 Json = dict[str, Any]
 
@@ -177,38 +176,6 @@ def front(job_id: str, report: Json) -> Json:
         "job_id": job_id,
         "chosen": report["verdict"]["chosen"],
         "data": report["front"],
-    }
-
-
-def device(found: Device) -> Json:
-    """Return a device, in SI units."""
-    return {
-        "id": found.id,
-        "object": "hardware",
-        "name": found.name,
-        "arch": found.arch,
-        "compute_capability": found.compute_capability,
-        "peak_flops": dict(found.peak_flops),
-        "bandwidth_bytes_s": found.bandwidth_bytes_s,
-        "memory_bytes": found.memory_bytes,
-        "native_formats": sorted(found.native),
-        "notes": list(found.notes),
-        "sources": list(found.sources),
-    }
-
-
-def local_device() -> Json:
-    """Return the worker's own device, whose figures only a job can measure."""
-    unknown = ("arch", "compute_capability", "bandwidth_bytes_s", "memory_bytes")
-    return {
-        "id": LOCAL,
-        "object": "hardware",
-        "name": "the worker's own device, measured when a job runs",
-        **dict.fromkeys(unknown),
-        "peak_flops": {},
-        "native_formats": [],
-        "notes": [],
-        "sources": [],
     }
 
 

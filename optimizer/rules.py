@@ -28,6 +28,12 @@ FP8_MULTIPLE = 16  # cuBLASLt and `torch._scaled_mm` take K and N in steps of 16
 _NO_INT8_IN_VLLM = frozenset({"10.0", "12.0"})
 
 
+def named_format(choice: Choice) -> str:
+    """Return the format that a request names to get this choice: its narrow one."""
+    own, weight = choice.input.format, choice.weight
+    return own if own not in WIDE or weight is None else weight.format
+
+
 @dataclass(frozen=True, slots=True)
 class _Question:
     """May this site of this engine on this device get this choice?"""
@@ -59,9 +65,7 @@ class _Question:
 
     @property
     def narrow(self) -> str:
-        """The format that gives a narrow choice its name."""
-        own, weight = self.choice.input.format, self.choice.weight
-        return own if own not in WIDE or weight is None else weight.format
+        return named_format(self.choice)
 
     @property
     def operands(self) -> tuple[Precision, ...]:
@@ -139,6 +143,8 @@ def _no_unit(device: Device, fmt: str) -> str:
     kind = "FP8" if fmt.startswith("fp8") else fmt
     if device.is_cpu:
         return f"this processor has no {kind} unit"
+    if fmt in device.support.native:
+        return f"no {kind} rate is known for {device.name}"
     if kind == "FP8" and device.fp8:
         return f"{device.name} has no {fmt} with the range of OCP's"
     return f"{_named(device)} has no {kind} matmul"

@@ -17,7 +17,7 @@ def settings_table() -> str:
     rows = ["| variable | default | |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
         default = field.get_default(call_default_factory=True)
-        shown = f"`{default}`" if default not in ("", []) else ""
+        shown = f"`{default}`" if default not in ("", [], None) else ""
         rows.append(f"| `PRECISION_{name.upper()}` | {shown} | {field.description} |")
     return "\n".join(rows)
 

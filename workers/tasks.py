@@ -18,6 +18,7 @@ from api.queue import RUN_JOB, RUN_PIECES
 from api.settings import settings
 from api.storage import Stored
 from api.transitions import Claim
+from optimizer import hardware
 from optimizer.errors import Cancelled, OptimizerError
 from optimizer.pieces import Compute, Pieces
 from optimizer.spec import OptimizeSpec
@@ -152,6 +153,7 @@ def _work(spec: OptimizeSpec, pieces: Pieces) -> Compute:
 def _prepare() -> None:
     import torch  # seconds, and never in the parent
 
+    hardware.use(settings().hardware_file)
     torch.set_num_threads(settings().threads or os.cpu_count() or 1)
 
 

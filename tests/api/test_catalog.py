@@ -10,23 +10,10 @@ from fastapi.testclient import TestClient
 from api import auth, catalog, db
 from optimizer.datasets import DISTRIBUTIONS
 from optimizer.formats import FORMATS
-from optimizer.hardware import DEVICES
 from tests.api.conftest import BODY, Refused, write_model
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n{"messages": [{"role": "user", "content": "3"}]}\n'
 JSONL = {"Content-Type": "application/x-ndjson"}
-
-
-def test_hardware_is_the_catalog(client: TestClient, refused: Refused) -> None:
-    listed = client.get("/v1/hardware").json()["data"]
-    assert [device["id"] for device in listed] == [*DEVICES, "local"]
-    assert client.get("/v1/hardware/local").json() == listed[-1]
-    assert len({frozenset(device) for device in listed}) == 1  # one shape
-    h100 = client.get("/v1/hardware/H100 SXM5").json()
-    assert h100 == client.get("/v1/hardware/h100").json()
-    assert h100["peak_flops"]["fp8"] == DEVICES["h100"].peak_flops["fp8"]
-    problem = refused(client.get("/v1/hardware/tpu"), 404, "not_found")
-    assert "h100" in problem["detail"]
 
 
 def test_formats_say_which_may_be_asked_for(client: TestClient) -> None:

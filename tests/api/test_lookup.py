@@ -65,10 +65,37 @@ def test_a_device_is_shown_for_people_and_for_machines(precision: Run) -> None:
     code, out, _ = precision("hardware", "show", "h100")
     assert code == 0
     assert "NVIDIA H100 SXM5" in out
+    assert "132 at 1.98 GHz" in out
+    assert "450 GB/s in one direction" in out
+    assert "989.4 TFLOP/s, 295.3 FLOP per byte" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["fp8_e4m3", "×", "fp8_e4m3", "block", "yes"] in rows
+    assert ["fp8_e5m2", "×", "fp8_e5m2", "tensor", "no"] in rows
+    assert ["linear", "sites", "fp8_e4m3_block", "yes", "yes", "no", "no"] in rows
+    assert ["every", "site", "bf16", "yes", "yes", "yes", "yes"] in rows
+    assert "take e5m2 for one operand at most" in out
     document: dict[str, Any] = json.loads(
         precision("hardware", "show", "h100", "--json")[1]
     )
     assert document["id"] == "h100"
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "absent"),
+    [
+        ("local", "what it can do is unknown", "matmuls"),
+        ("h20", "NVLink", "units"),  # no source agrees on its clock
+        ("l4", "fp8_e4m3_block       other", "in one direction"),
+        ("a100", "linear sites       fp8_e4m3_weight_only weights", "fp8  "),
+    ],
+)
+def test_what_is_not_known_is_not_shown(
+    precision: Run, name: str, said: str, absent: str
+) -> None:
+    code, out, _ = precision("hardware", "show", name)
+    assert code == 0
+    assert " ".join(said.split()) in " ".join(out.split())
+    assert absent not in out
 
 
 def test_an_unknown_device_exits_1(precision: Run) -> None:
