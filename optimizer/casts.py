@@ -1,7 +1,7 @@
 """Seconds of the casts between neighbors, as corrections to what their sites cost alone.
 
 A site's own price assumes that its input arrives in its own format, or in 16 bits where
-it multiplies FP8: then the pass that narrows it is in the price (`cost.quantize_s`).
+it multiplies FP8: then the pass that narrows it is in the price (`timing.pass_s`).
 What a neighbor hands on may differ:
 
 * a matrix that gets another 16- or 32-bit format than it multiplies pays a pass that
@@ -12,7 +12,8 @@ What a neighbor hands on may differ:
 * an elementwise kernel casts in registers: only the bytes that it reads change.
 
 The residual stream is no site: what is added to it is cast in the kernel that adds.
-Attention is one kernel, without casts inside. All of it is modelled (roofline).
+Attention is one kernel, without casts inside. The pass to FP8 is of the kernel tables
+where they have it, the rest is the roofline's.
 """
 
 import math
@@ -22,9 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from optimizer.cost import fit, quantize_s
+from optimizer import kernels
+from optimizer.cost import HOST_S, share
+from optimizer.fits import fit
 from optimizer.formats import FORMATS
 from optimizer.hardware import Device
+from optimizer.kernels import Tables
+from optimizer.roofline import moved_s
 from optimizer.sizes import size_bytes
 from optimizer.spec import Workload
 from optimizer.stack import (
@@ -37,6 +42,7 @@ from optimizer.stack import (
     Site,
     SiteShape,
 )
+from optimizer.timing import pass_s
 
 NEIGHBORS = (  # within a layer, from the producer to the consumer
     (Component.NORMS, Component.ATTN_QKV),
@@ -113,10 +119,21 @@ def _neighbors(sites: set[Site]) -> Iterator[Pair]:
         yield last
 
 
-def modelled(model: ModelShape, device: Device, workload: Workload) -> Casts:
-    """Return the neighbors of a model and their casts by the roofline."""
-    shapes = {s.site: s for s in model.sites}
+def modelled(
+    model: ModelShape,
+    device: Device,
+    workload: Workload,
+    *,
+    tables: Tables | None = None,
+) -> Casts:
+    """Return the neighbors of a model and what their casts cost.
+
+    `tables` are those of the device where not given.
+    """
+    shapes = {s.site: share(s, workload.tensor_parallel) for s in model.sites}
     prefill = workload.batch_size * workload.prompt_tokens
+    known = tables or kernels.tables(device.id)
+    host_s = 0.0 if workload.cuda_graphs else HOST_S
 
     def cost_of(pair: Pair, producer: Choice, consumer: Choice) -> CastCost:
         given = _handed_on(pair[0], producer, shapes)
@@ -124,8 +141,10 @@ def modelled(model: ModelShape, device: Device, workload: Workload) -> Casts:
         last_only = shape.site.component is Component.LM_HEAD
         first = workload.batch_size if last_only else prefill
         return CastCost(
-            cast_s(given, consumer.input, shape, workload.batch_size, device),
-            cast_s(given, consumer.input, shape, first, device),
+            *(
+                cast_s(given, consumer.input, shape, rows, device, known, host_s)
+                for rows in (workload.batch_size, first)
+            )
         )
 
     return Casts(neighbors(model), cost_of)
@@ -147,25 +166,30 @@ def _handed_on(
 
 
 def cast_s(
-    given: Precision, wanted: Precision, reader: SiteShape, tokens: int, device: Device
+    given: Precision,
+    wanted: Precision,
+    reader: SiteShape,
+    tokens: int,
+    device: Device,
+    tables: Tables | None = None,
+    host_s: float = 0.0,
 ) -> float:
     """Return the seconds to add to what `reader` costs alone, for so many tokens.
 
-    `given` is what arrives, `wanted` what the site computes with.
+    `given` is what arrives, `wanted` what the site computes with; a pass takes `host_s`
+    at least.
     """
     width = reader.k or reader.elements
     elements = tokens * width
     read, write = size_bytes(given.format), size_bytes(wanted.format)
+    reached = fit(device)
     if FORMATS[wanted.format].scaled:
         if given == wanted:
-            return -quantize_s(elements, wanted, device)
-        return _moved_s((read - SIXTEEN_BITS) * elements, device)
+            return -max(pass_s(tokens, width, wanted, device, tables), host_s)
+        return moved_s((read - SIXTEEN_BITS) * elements, device, reached)
     if given.format == wanted.format:
         return 0.0
     if reader.site.component in LINEAR or reader.site.component is Component.ROUTER:
-        return _moved_s((read + write) * elements, device) + fit(device).launch_s
-    return _moved_s((read - write) * elements, device)
-
-
-def _moved_s(count: float, device: Device) -> float:
-    return count / (device.bandwidth_bytes_s * fit(device).bandwidth_share)
+        moved = moved_s((read + write) * elements, device, reached)
+        return max(moved + reached.stream.fixed_s, host_s)
+    return moved_s((read - write) * elements, device, reached)

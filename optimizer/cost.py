@@ -1,80 +1,50 @@
-"""Seconds and bytes of a site and of a stack, from first principles: the roofline.
+"""Seconds and bytes of a site and of a stack.
 
-A kernel takes as long as whichever runs out first, compute or bandwidth, plus its
-launch. A decode step is `batch_size` rows against a context that grows from the
-prompt to prompt + output, so it is timed at the mean. Casts to FP8 are counted at
-the site that asks for them; casts between 16 and 32 bits ride along in a kernel
-that reads the tensor anyway. Every figure here is modelled, none is measured.
+A decode step is `batch_size` rows against a context that grows from the prompt to
+prompt + output: its time is the mean over that growth. Seconds are of measured kernels
+where the tables have them and of the roofline elsewhere (`optimizer/timing.py`); each
+says which, and what error to expect. Casts to FP8 are counted at the site that asks for
+them; casts between 16 and 32 bits ride along in a kernel that reads the tensor anyway.
 
-The attention of a layer is one kernel, whose bytes and products are shared out so
-that the sum over sites counts each once. `kv_cache` has the bytes of K and V: those
-that a decode step reads, those that are written for the new tokens, and those that
-stay in memory. `attn_scores` has the products of QKᵀ and the bytes of Q,
-`attn_values` the products of PV and the bytes of the output. The shares add up to a
-little more than the kernel, in which products hide behind the cache at decode (0.4 %
-of its time for each query head that shares a KV head, on an H100) and, at prefill,
-reading K and V hides behind the products: there it is free.
+Under tensor parallelism seconds are those of one GPU's share, and the sums over the GPUs
+are counted at the sites whose outputs they complete; bytes are of all GPUs together. The
+gather of the logits is not counted.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 
+from optimizer import kernels
 from optimizer.errors import HardwareError
-from optimizer.formats import FORMATS
-from optimizer.hardware import LOCAL, Device
-from optimizer.sizes import held_bytes, size_bytes
+from optimizer.hardware import Device
+from optimizer.kernels import Basis, Tables
+from optimizer.roofline import Frame, Step, cache_row_bytes, frame, launches, stored
+from optimizer.sizes import held_bytes
 from optimizer.spec import Workload
 from optimizer.stack import (
     LINEAR,
     Choice,
     Component,
     ModelShape,
-    Precision,
+    Site,
     SiteShape,
     Stack,
 )
+from optimizer.timing import ATTENTION, Timed, timed
 
-# The pass to FP8 reads 2 bytes and writes 1 for every element; less than 1 in fewer
-# bits, which is not taken off.
-QUANTIZE_BYTES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """What is left of a data sheet in practice."""
-
-    bandwidth_share: float  # of the peak, in a kernel that only streams
-    compute_share: float  # of the dense peak, in a large matmul
-    launch_s: float  # of one kernel
-    quantize_s: float  # of one pass to FP8, beside its bytes
-
-
-HOPPER = Fit(
-    # The first, third and fourth number: least squares in relative error on eight
-    # GEMMs of one token, vLLM 0.24 on an H100 (in test_cost.py); rounded, within 7 %.
-    bandwidth_share=0.88,
-    compute_share=0.7,  # an assumption: large cuBLAS GEMMs run at 0.6 to 0.8 of peak
-    launch_s=3.3e-6,
-    quantize_s=4.6e-6,
-)
-BLACKWELL = Fit(
-    # Hopper's shares; the fixed costs solve one row, 4096×4096 on a B200 in vLLM 0.24:
-    # 9.7 µs in bf16 and 24.7 µs in FP8. One row: good for "FP8 is slower here" only.
-    bandwidth_share=0.88,
-    compute_share=0.7,
-    launch_s=4.7e-6,
-    quantize_s=17.5e-6,
-)
-MEASURED = Fit(
-    # A worker's own peaks are already what its kernels reach.
-    bandwidth_share=1.0,
-    compute_share=1.0,
-    launch_s=3.3e-6,  # an assumption: as a GPU's
-    quantize_s=4.6e-6,
-)
-_FITS = MappingProxyType({"10.0": BLACKWELL})  # by compute capability; else Hopper's
+# How long the host takes to launch a kernel where no CUDA graph does it for all.
+# aiconfigurator-core 0.12 puts vLLM's dispatch at 0.8 ms a layer, calibrated by its
+# authors on whole-engine runs over many devices and models; a dense layer is 9 kernels.
+HOST_S = 0.8e-3 / 9
+CONTEXTS = 5  # points of the growing context that a decode step is averaged over
+# The least time of a sum over GPUs: that of 256 bytes over 4, H100, vLLM 0.24.
+REDUCE_S = 4.5e-6
+REDUCED_BYTES = 2  # of each element that GPUs add up, in 16 bits
+# Sites whose outputs the GPUs add up: each has a share of the inputs, or of the table.
+_REDUCED = (Component.ATTN_OUT, Component.FFN_OUT, Component.EMBEDDINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +55,10 @@ class SiteCost:
     first_token_s: float  # of the prefill of the whole batch
     weight_bytes: int  # scales included
     kv_bytes: int  # of the whole batch, at prompt + output tokens
+    basis: Basis = Basis.ROOFLINE  # of `per_token_s`
+    error: float = math.nan  # relative, to expect of `per_token_s`; NaN: unknown
+    first_basis: Basis = Basis.ROOFLINE
+    first_error: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,225 +70,49 @@ class StackCost:
     weight_bytes: int
     kv_bytes: int
     memory_bytes: int
+    basis: Basis  # of most of `per_token_s`
+    error: float  # relative; the sites' own, weighted by their seconds
+    shares: Mapping[Basis, float] = field(hash=False)  # of `per_token_s`; 1 in all
+    first_basis: Basis = Basis.ROOFLINE
+    first_error: float = math.nan
+    first_shares: Mapping[Basis, float] = field(
+        hash=False, default_factory=lambda: MappingProxyType({})
+    )
 
 
-def fit(device: Device) -> Fit:
-    """Return the efficiencies and fixed costs that go with a device."""
-    if device.id == LOCAL:
-        return MEASURED
-    return _FITS.get(device.compute_capability or "", HOPPER)
-
-
-def matmul_flops(m: int, n: int, k: int) -> int:
-    """Count a multiply and an add for each of the m·n·k terms."""
-    return 2 * m * n * k
-
-
-def roofline_s(
-    flops: float, bytes_moved: float, peak: float, bandwidth: float
-) -> float:
-    """Return the time of whichever runs out first: `peak` FLOP/s or bytes/s."""
-    return max(flops / peak, bytes_moved / bandwidth)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One forward pass: the prefill of a batch, or one decode step of it."""
-
-    sequences: int
-    queries: int  # tokens of each sequence that go through
-    context: float  # tokens that the last of them looks at
-
-    @property
-    def tokens(self) -> int:
-        return self.sequences * self.queries
-
-    def keys(self, window: int | None) -> float:
-        """Tokens of one sequence whose K and V a decode step reads."""
-        return self.context if window is None else min(self.context, window)
-
-    def pairs(self, window: int | None) -> float:
-        """Query-key pairs of one sequence under a causal mask."""
-        seen = self.context if window is None else min(self.context, window)
-        if self.queries == 1:
-            return seen
-        return seen * (seen + 1) / 2 + (self.context - seen) * seen
-
-
-def _steps(workload: Workload) -> tuple[_Step, _Step]:
-    """Return the prefill and the mean decode step."""
+def steps(workload: Workload) -> tuple[Step, tuple[Step, ...]]:
+    """Return the prefill, and decode steps whose mean is that of all."""
     prompt, batch = workload.prompt_tokens, workload.batch_size
-    mean = prompt + workload.output_tokens / 2
-    return _Step(batch, prompt, prompt), _Step(batch, 1, mean)
-
-
-def _peak(device: Device, choice: Choice) -> float:
-    # Weight-only FP8 widens the weight and computes in the format of the input.
-    fmt = "fp8" if choice.input.format.startswith("fp8") else choice.input.format
-    if fmt not in device.peak_flops:
-        raise HardwareError(f"{device.name} has no {fmt} matmul: {choice.name}")
-    return device.peak_flops[fmt]
-
-
-def _kernel_s(flops: float, bytes_moved: float, peak: float, device: Device) -> float:
-    """Return the roofline of what a device reaches in practice, without the launch."""
-    reached = fit(device)
-    return roofline_s(
-        flops,
-        bytes_moved,
-        peak * reached.compute_share,
-        device.bandwidth_bytes_s * reached.bandwidth_share,
+    return Step(batch, prompt, prompt), tuple(
+        Step(batch, 1, prompt + workload.output_tokens * (i + 0.5) / CONTEXTS)
+        for i in range(CONTEXTS)
     )
 
 
-def quantize_s(elements: int, precision: Precision, device: Device) -> float:
-    """Return the seconds of the pass that brings `elements` to FP8; 0 for 16 bits."""
-    if not FORMATS[precision.format].scaled:
-        return 0.0
-    moved = _kernel_s(0, QUANTIZE_BYTES * elements, 1.0, device)
-    return moved + fit(device).quantize_s
+def share(shape: SiteShape, gpus: int) -> SiteShape:
+    """Return what one GPU of a tensor-parallel group has of a site.
 
-
-def _stored(choice: Choice) -> Precision:
-    return choice.weight or choice.input
-
-
-def _read_elements(shape: SiteShape, rows: int) -> int:
-    """Weight elements that `rows` tokens read: of experts, those that one of them needs.
-
-    An expert that a token reaches with probability p stays idle with (1 - p)^rows, if
-    the router is even and every token independent.
+    Outputs of q, k, v, of gate and up and of the vocabulary are split, and inputs of
+    what follows; norms and the router are on every GPU.
     """
-    if shape.active_share == 1.0:
-        return shape.n * shape.k
-    idle = (1 - shape.active_share) ** rows
-    return round(shape.weight_elements * (1 - idle))
+    component = shape.site.component
+    if gpus == 1 or component in (Component.NORMS, Component.ROUTER):
+        return shape
 
+    def part(size: int) -> int:
+        return math.ceil(size / gpus)
 
-def _linear_s(
-    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
-) -> float:
-    """A GEMM of rows × k by k × n, with the pass that narrows its input."""
-    last_only = shape.site.component is Component.LM_HEAD
-    rows = step.sequences if last_only else step.tokens
-    moved = (
-        held_bytes(_read_elements(shape, rows), shape.k, _stored(choice))
-        + rows * shape.k * size_bytes(choice.input.format)
-        + rows * shape.n * size_bytes(choice.output)
+    by_input = component in (Component.ATTN_OUT, Component.FFN_OUT)
+    by_output = not by_input and component in (*LINEAR, Component.EMBEDDINGS)
+    return replace(
+        shape,
+        n=part(shape.n) if by_output else shape.n,
+        k=part(shape.k) if by_input else shape.k,
+        weight_elements=part(shape.weight_elements),
+        heads=part(shape.heads),
+        kv_heads=part(shape.kv_heads),
+        elements=part(shape.elements),
     )
-    flops = matmul_flops(rows, shape.n, shape.k)
-    return (
-        _kernel_s(flops, moved, _peak(device, choice), device)
-        + fit(device).launch_s
-        + quantize_s(rows * shape.k, choice.input, device)
-    )
-
-
-def _attention_s(
-    shape: SiteShape, choice: Choice, device: Device, step: _Step, row_bytes: float
-) -> float:
-    """One of the two GEMMs in the fused kernel, without the cache.
-
-    `row_bytes` is the size of an element of Q, or of the output.
-    """
-    width = shape.heads * shape.head_dim
-    moved = step.tokens * width * row_bytes
-    flops = 2 * step.sequences * step.pairs(shape.window) * width
-    return _kernel_s(flops, moved, _peak(device, choice), device)
-
-
-def _scores_s(
-    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
-) -> float:
-    """QKᵀ, the launch of the fused kernel, and the pass that narrows Q."""
-    queries = step.tokens * shape.heads * shape.head_dim
-    return (
-        _attention_s(shape, choice, device, step, size_bytes(choice.input.format))
-        + fit(device).launch_s
-        + quantize_s(queries, choice.input, device)
-    )
-
-
-def _values_s(
-    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
-) -> float:
-    """PV. P is narrowed in registers: no pass."""
-    return _attention_s(shape, choice, device, step, size_bytes(choice.output))
-
-
-def _cache_row_bytes(shape: SiteShape, choice: Choice) -> float:
-    """Bytes of K and V of one token. Their scales, static, are a few bytes a layer."""
-    element = size_bytes(choice.input.format) + size_bytes(_stored(choice).format)
-    return shape.kv_heads * shape.head_dim * element
-
-
-def _cache_s(
-    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
-) -> float:
-    """K and V written for each token, narrowed on the way, and read by a decode step."""
-    read = step.sequences * step.keys(shape.window) if step.queries == 1 else 0
-    moved = (read + step.tokens) * _cache_row_bytes(shape, choice)
-    return _kernel_s(0, moved, 1.0, device)
-
-
-def _softmax_s(
-    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
-) -> float:
-    """Nothing, whatever the choice: it overlaps with the GEMMs that it is fused with.
-
-    So FP8 here never looks faster, which no kernel known to us contradicts.
-    """
-    return 0.0
-
-
-def _elementwise_s(
-    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
-) -> float:
-    """Every element in and out once; one kernel for each row of hidden states.
-
-    (The two norms of a layer are two kernels.) FP8 input costs the pass to FP8.
-    """
-    elements = step.tokens * shape.elements
-    moved = elements * (size_bytes(choice.input.format) + size_bytes(choice.output))
-    is_norm = shape.site.component is Component.NORMS
-    kernels = max(1, shape.elements // model.hidden) if is_norm else 1
-    return (
-        _kernel_s(0, moved, 1.0, device)
-        + kernels * fit(device).launch_s
-        + quantize_s(elements, choice.input, device)
-    )
-
-
-def _embeddings_s(
-    shape: SiteShape, choice: Choice, device: Device, step: _Step, model: ModelShape
-) -> float:
-    """A gather of one row for each token."""
-    width = size_bytes(_stored(choice).format) + size_bytes(choice.output)
-    moved = step.tokens * model.hidden * width
-    return _kernel_s(0, moved, 1.0, device) + fit(device).launch_s
-
-
-_Seconds = Callable[[SiteShape, Choice, Device, _Step, ModelShape], float]
-_SECONDS: Mapping[Component, _Seconds] = MappingProxyType(
-    {
-        **dict.fromkeys((*LINEAR, Component.ROUTER), _linear_s),
-        Component.EMBEDDINGS: _embeddings_s,
-        Component.KV_CACHE: _cache_s,
-        Component.ATTN_SCORES: _scores_s,
-        Component.ATTN_SOFTMAX: _softmax_s,
-        Component.ATTN_VALUES: _values_s,
-        Component.FFN_ACT: _elementwise_s,
-        Component.NORMS: _elementwise_s,
-    }
-)
-
-
-def _kv_bytes(shape: SiteShape, choice: Choice, workload: Workload) -> int:
-    if shape.site.component is not Component.KV_CACHE:
-        return 0
-    tokens = workload.prompt_tokens + workload.output_tokens
-    held = tokens if shape.window is None else min(tokens, shape.window)
-    return math.ceil(workload.batch_size * held * _cache_row_bytes(shape, choice))
 
 
 def site_cost(
@@ -323,21 +121,92 @@ def site_cost(
     device: Device,
     workload: Workload,
     model: ModelShape,
+    *,
+    tables: Tables | None = None,
 ) -> SiteCost:
     """Return what one site costs at one choice.
 
-    Raises HardwareError where the device has no rate for what the choice multiplies:
-    ask `hardware.refusals` first.
+    `tables` are those of the device where not given. Raises HardwareError where the
+    device has no rate for what the choice multiplies (ask `rules.refusals` first), and
+    where nothing is known of its GPUs together.
     """
-    seconds = _SECONDS[shape.site.component]
-    prefill, decode = _steps(workload)
-    row = shape.k or model.hidden
+    known = tables or kernels.tables(device.id)
+    alike = replace(shape, site=Site(0, shape.site.component))  # whichever the layer
+    return _site_cost(alike, choice, device, workload, frame(model), known)
+
+
+@lru_cache(maxsize=1 << 15)
+def _site_cost(
+    shape: SiteShape,
+    choice: Choice,
+    device: Device,
+    workload: Workload,
+    within: Frame,
+    tables: Tables | None,
+) -> SiteCost:
+    whole, shape = shape, share(shape, workload.tensor_parallel)
+    prefill, decode = steps(workload)
+    if shape.site.component not in ATTENTION:
+        decode = decode[:1]  # its time does not depend on the context
+
+    def on(step: Step) -> Timed:
+        found = timed(shape, choice, device, step, within, tables)
+        if not workload.cuda_graphs:
+            launched = launches(shape, choice, within.hidden) * HOST_S
+            found = replace(found, seconds=max(found.seconds, launched))
+        if workload.tensor_parallel > 1 and shape.site.component in _REDUCED:
+            size = step.tokens * within.hidden * REDUCED_BYTES
+            added = _all_reduce_s(workload.tensor_parallel, size, device, tables)
+            found = replace(found, seconds=found.seconds + added)
+        return found
+
+    first, each = on(prefill), _mean([on(step) for step in decode])
+    row = whole.k or within.hidden
     return SiteCost(
-        per_token_s=seconds(shape, choice, device, decode, model),
-        first_token_s=seconds(shape, choice, device, prefill, model),
-        weight_bytes=held_bytes(shape.weight_elements, row, _stored(choice)),
-        kv_bytes=_kv_bytes(shape, choice, workload),
+        per_token_s=each.seconds,
+        first_token_s=first.seconds,
+        weight_bytes=held_bytes(whole.weight_elements, row, stored(choice)),
+        kv_bytes=_kv_bytes(whole, choice, workload),
+        basis=each.basis,
+        error=each.error,
+        first_basis=first.basis,
+        first_error=first.error,
     )
+
+
+def _mean(found: list[Timed]) -> Timed:
+    """Return the mean seconds, as good as the weakest of them."""
+    weakest = Basis.ROOFLINE if any(t.basis is Basis.ROOFLINE for t in found) else None
+    return Timed(
+        math.fsum(t.seconds for t in found) / len(found),
+        weakest or found[0].basis,
+        max(t.error for t in found),
+    )
+
+
+def _all_reduce_s(gpus: int, size: int, device: Device, tables: Tables | None) -> float:
+    """Return the seconds of a sum over GPUs, in pieces no larger than was measured.
+
+    Where nothing was: each sends and receives 2 (gpus - 1) / gpus of it over its link.
+    """
+    grid = tables.reductions.get(gpus) if tables else None
+    if grid is None or tables is None:
+        if not device.link_bytes_s:
+            raise HardwareError(f"{device.name} has no link to {gpus - 1} others")
+        return REDUCE_S + 2 * (gpus - 1) / gpus * size / device.link_bytes_s
+    smallest, largest = grid.axes[0][0], grid.axes[0][-1]
+    pieces = math.ceil(size / largest)
+    found = tables.all_reduce(gpus, max(math.ceil(size / pieces), smallest))
+    assert found is not None, "within the axis, of which every point is known"
+    return pieces * found.seconds
+
+
+def _kv_bytes(shape: SiteShape, choice: Choice, workload: Workload) -> int:
+    if shape.site.component is not Component.KV_CACHE:
+        return 0
+    tokens = workload.prompt_tokens + workload.output_tokens
+    held = tokens if shape.window is None else min(tokens, shape.window)
+    return math.ceil(workload.batch_size * held * cache_row_bytes(shape, choice))
 
 
 def _shape(model: ModelShape, component: Component) -> SiteShape:
@@ -350,13 +219,13 @@ def tied_bytes(model: ModelShape, embeddings: Choice, lm_head: Choice) -> int:
     They are two tensors, both stored, where they disagree or were never tied.
     """
     table, head = (
-        held_bytes(shape.weight_elements, shape.k or model.hidden, _stored(choice))
+        held_bytes(shape.weight_elements, shape.k or model.hidden, stored(choice))
         for shape, choice in (
             (_shape(model, Component.EMBEDDINGS), embeddings),
             (_shape(model, Component.LM_HEAD), lm_head),
         )
     )
-    shared = model.tied_embeddings and _stored(embeddings) == _stored(lm_head)
+    shared = model.tied_embeddings and stored(embeddings) == stored(lm_head)
     return table if shared else table + head
 
 
@@ -371,7 +240,12 @@ def _untied_excess(model: ModelShape, stack: Stack) -> int:
 
 
 def stack_cost(
-    model: ModelShape, stack: Stack, device: Device, workload: Workload
+    model: ModelShape,
+    stack: Stack,
+    device: Device,
+    workload: Workload,
+    *,
+    tables: Tables | None = None,
 ) -> StackCost:
     """Return the cost of a whole stack: the sum over its sites.
 
@@ -379,18 +253,49 @@ def stack_cost(
     `site_cost` does.
     """
     costs = [
-        site_cost(s, stack.choices[s.site], device, workload, model)
+        site_cost(s, stack.choices[s.site], device, workload, model, tables=tables)
         for s in model.sites
     ]
     weights = sum(c.weight_bytes for c in costs) - _untied_excess(model, stack)
     cache = sum(c.kv_bytes for c in costs)
+    each = _summed([Timed(c.per_token_s, c.basis, c.error) for c in costs])
+    first = _summed(
+        [Timed(c.first_token_s, c.first_basis, c.first_error) for c in costs]
+    )
     return StackCost(
-        # Exactly rounded, so that equal sites in another order are an equal stack.
-        per_token_s=math.fsum(c.per_token_s for c in costs),
-        first_token_s=math.fsum(c.first_token_s for c in costs),
+        per_token_s=each.seconds,
+        first_token_s=first.seconds,
         weight_bytes=weights,
         kv_bytes=cache,
         memory_bytes=weights + cache,
+        basis=each.basis,
+        error=each.error,
+        shares=each.shares,
+        first_basis=first.basis,
+        first_error=first.error,
+        first_shares=first.shares,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """Seconds of several sites, and where they come from."""
+
+    seconds: float
+    basis: Basis  # of most of them
+    error: float
+    shares: Mapping[Basis, float] = field(hash=False)
+
+
+def _summed(parts: Sequence[Timed]) -> Summed:
+    # Exactly rounded, so that equal sites in another order are an equal stack.
+    total = math.fsum(t.seconds for t in parts)
+    by_basis = {b: math.fsum(t.seconds for t in parts if t.basis is b) for b in Basis}
+    shares = {b: s / total for b, s in by_basis.items() if s}
+    # The errors of alike kernels go the same way: they are added, not their squares.
+    error = math.fsum(t.seconds * t.error for t in parts) / total
+    return Summed(
+        total, max(shares, key=lambda b: shares[b]), error, MappingProxyType(shares)
     )
 
 

@@ -34,6 +34,8 @@ class Workload:
     batch_size: int = 1
     prompt_tokens: int = 512
     output_tokens: int = 128
+    tensor_parallel: int = 1  # GPUs that share every layer
+    cuda_graphs: bool = True  # False: the host launches every kernel
 
 
 # Prompt and output lengths that are usual for a task, where the caller says nothing.

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from optimizer import casts
+from optimizer import casts, kernels
 from optimizer.casts import NO_CASTS, cast_s, neighbors
 from optimizer.choose import Chooser
-from optimizer.cost import fit, quantize_s
+from optimizer.cost import HOST_S
+from optimizer.fits import fit
 from optimizer.hardware import device
 from optimizer.search import totals
 from optimizer.spec import LatencySla, Workload
@@ -23,6 +24,7 @@ from optimizer.stack import (
     Stack,
     choice_named,
 )
+from optimizer.timing import pass_s
 from tests.optimizer.toy import (
     BATCH,
     DOWN,
@@ -34,7 +36,8 @@ from tests.optimizer.toy import (
 )
 
 H100 = device("h100")
-REACHED = H100.bandwidth_bytes_s * fit(H100).bandwidth_share  # bytes/s
+FIT = fit(H100)
+REACHED = H100.bandwidth_bytes_s * FIT.stream.bandwidth_share  # bytes/s
 ACT = Site(0, Component.FFN_ACT)
 DOWN_SHAPE = SiteShape(DOWN, 4096, 8192, 4096 * 8192)
 ACT_SHAPE = SiteShape(ACT, elements=8192)
@@ -58,7 +61,7 @@ def test_a_matrix_pays_a_pass_for_another_format(
     given: Precision, wanted: Precision, moved: int
 ) -> None:
     # 16 tokens of 8192 elements are read in one format and written in the other.
-    by_hand = moved * 16 * 8192 / REACHED + fit(H100).launch_s
+    by_hand = moved * 16 * 8192 / REACHED + FIT.stream.fixed_s
     assert cast_s(given, wanted, DOWN_SHAPE, 16, H100) == pytest.approx(by_hand)
 
 
@@ -70,7 +73,7 @@ def test_16_bits_to_fp8_are_in_the_price_of_the_site_already() -> None:
 
 
 def test_fp8_that_is_handed_on_as_it_is_wanted_gives_the_pass_back() -> None:
-    back = quantize_s(16 * 8192, E4M3, H100)
+    back = pass_s(16, 8192, E4M3, H100, None)
     assert cast_s(E4M3, E4M3, DOWN_SHAPE, 16, H100) == -back
     token = Precision("fp8_e4m3", Granularity.TOKEN)
     assert cast_s(E4M3, token, DOWN_SHAPE, 16, H100) > -back / 2
@@ -86,6 +89,33 @@ def test_an_elementwise_kernel_casts_as_it_reads() -> None:
         -2 * elements / REACHED
     )
     assert cast_s(FP16, BF16, ACT_SHAPE, 16, H100) == 0.0
+
+
+def test_the_pass_that_is_given_back_is_the_one_that_was_measured() -> None:
+    known = kernels.tables("h100")
+    assert known is not None
+    for granularity, dynamic in (
+        (Granularity.TENSOR, False),
+        (Granularity.TOKEN, True),
+    ):
+        wanted = Precision("fp8_e4m3", granularity)
+        timed = known.quantize(16, 8192, dynamic=dynamic)
+        assert timed is not None
+        back = cast_s(wanted, wanted, DOWN_SHAPE, 16, H100, known)
+        assert back == -timed.seconds
+    # Groups were not timed, nor rows beyond the tables.
+    group = Precision("fp8_e4m3", Granularity.GROUP)
+    modelled = pass_s(16, 8192, group, H100, None)
+    assert pass_s(16, 8192, group, H100, known) == modelled
+    assert pass_s(1 << 20, 8192, E4M3, H100, known) > 0
+
+
+def test_without_graphs_a_pass_takes_the_host_as_long_as_any_kernel() -> None:
+    some = casts.modelled(toy(), H100, replace(BATCH, cuda_graphs=False))
+    norm = choice_named(Component.NORMS, "fp32")
+    wide = choice_named(Component.FFN_IN, "bf16")
+    assert some.cost_of((NORMS, FFN), norm, wide).per_token_s == HOST_S
+    assert cast_s(E4M3, E4M3, DOWN_SHAPE, 1, H100, None, HOST_S) == -HOST_S
 
 
 # Neighbors
@@ -108,7 +138,7 @@ def test_a_gated_activation_hands_on_16_bits(inner: int, gated: bool) -> None:
     act = choice_named(Component.FFN_ACT, "fp8_e4m3")
     down = choice_named(Component.FFN_OUT, "fp8_e4m3")
     cost = some.cost_of((ACT, DOWN), act, down)
-    back = -quantize_s(BATCH.batch_size * 8192, E4M3, H100)
+    back = -pass_s(BATCH.batch_size, 8192, E4M3, H100, kernels.tables("h100"))
     assert cost.per_token_s == (0.0 if gated else back)
     assert cost.first_token_s <= cost.per_token_s
 

@@ -1,0 +1,305 @@
+"""Seconds of a site in one step: of kernels that were measured, else of the roofline.
+
+Where the tables have the very shape and format, they are the answer. What they lack is
+the roofline's, corrected by the nearest kernel that they have: the same format at the
+edge of the grid (a vocabulary of 152,064 by the ratio of measured to modelled at
+65,536), or the nearest format at the same shape (FP8 weights under 16-bit inputs by the
+ratio of bf16). So a choice does not look faster because nobody measured it.
+
+No figure is under the physical limit, `roofline.least_s`.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+
+from optimizer import roofline
+from optimizer.fits import fit
+from optimizer.formats import FORMATS
+from optimizer.hardware import Device
+from optimizer.kernels import Basis, Tables, Timing
+from optimizer.roofline import Frame, Step
+from optimizer.stack import (
+    LINEAR,
+    Choice,
+    Component,
+    Granularity,
+    Precision,
+    Site,
+    SiteShape,
+    choice_named,
+)
+
+ATTENTION = (Component.KV_CACHE, Component.ATTN_SCORES, Component.ATTN_VALUES)
+
+# The choices of a linear site whose kernels the tables may have. fp16 has bf16's rate
+# and bytes; a static scale is FP8 without the search for one.
+_TABLED = MappingProxyType(
+    {
+        "bf16": "bf16",
+        "fp16": "bf16",
+        "fp8_e4m3": "fp8",
+        "fp8_e4m3_token": "fp8",
+        "fp8_e4m3_block": "fp8_block",
+        "fp4_e2m1_nv": "nvfp4",
+        "int8": "int8",
+    }
+)
+_STATIC = "fp8_e4m3"
+# Of what is not measured: the choice whose kernel is nearest. Else bf16's.
+_NEAREST = MappingProxyType(
+    {
+        "fp8_e5m2": "fp8_e4m3",
+        "fp8_e4m3_block": "fp8_e4m3_token",
+        "fp6_e3m2_mx": "fp8_e4m3_token",
+        "fp4_e2m1_mx": "fp4_e2m1_nv",
+        "int8": "fp8_e4m3_token",
+    }
+)
+# What the tables call a cache. e5m2 was not measured: it has e4m3's bytes.
+_CACHES = MappingProxyType(
+    {"bf16": "bf16", "fp16": "bf16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
+)
+_AS_BF16 = ("bf16", "fp16")
+EDGE_POINTS = 3  # whose median stands for what is beyond: single ones are off by 20 %
+_PASSES = (Granularity.TENSOR, Granularity.TOKEN)  # to FP8: static, and dynamic
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds, where from, and the relative error to expect."""
+
+    seconds: float
+    basis: Basis
+    error: float
+
+
+def timed(
+    shape: SiteShape,
+    choice: Choice,
+    device: Device,
+    step: Step,
+    within: Frame,
+    tables: Tables | None,
+) -> Timed:
+    """Return the seconds of a site in a step.
+
+    Raises HardwareError as `roofline.seconds` does.
+    """
+    case = _Case(shape, choice, device, step, within, tables)
+    if shape.site.component in ATTENTION:
+        found = _attention(case)
+    elif shape.site.component in LINEAR or shape.site.component is Component.ROUTER:
+        found = _linear(case)
+    else:
+        found = Timed(case.modelled_s(), Basis.ROOFLINE, fit(device).stream.error)
+    least = roofline.least_s(shape, choice, device, step)
+    return replace(found, seconds=max(found.seconds, least))
+
+
+def pass_s(
+    rows: int, columns: int, precision: Precision, device: Device, tables: Tables | None
+) -> float:
+    """Return the seconds of the pass to `precision` that is in a site's own; 0: none."""
+    scaled = FORMATS[precision.format].scaled
+    if tables is not None and scaled and precision.granularity in _PASSES:
+        dynamic = precision.granularity is Granularity.TOKEN
+        found = tables.quantize(rows, columns, dynamic=dynamic)
+        if found is not None:
+            return found.seconds
+    return roofline.quantize_s(rows * columns, precision, device, fit(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A site, a choice and a step."""
+
+    shape: SiteShape
+    choice: Choice
+    device: Device
+    step: Step
+    within: Frame
+    tables: Tables | None
+
+    def modelled_s(self) -> float:
+        """The roofline, uncorrected."""
+        return roofline.seconds(
+            self.shape,
+            self.choice,
+            self.device,
+            self.step,
+            self.within,
+            fit(self.device),
+        )
+
+    def named(self, name: str) -> "_Case":
+        """Return the case with another choice."""
+        return replace(self, choice=choice_named(self.shape.site.component, name))
+
+
+# Matrices
+
+
+def _linear(case: _Case) -> Timed:
+    measured = _measured_gemm(case)
+    if measured is not None and case.tables is not None:
+        return Timed(measured.seconds, case.tables.basis, measured.error)
+    kernel = fit(case.device).gemm(roofline.gemm_format(case.choice))
+    seconds = case.modelled_s() * _gemm_ratio(case)
+    return Timed(seconds, Basis.ROOFLINE, kernel.error)
+
+
+def _measured_gemm(case: _Case) -> Timing | None:
+    fmt = _TABLED.get(case.choice.name)
+    routed = case.shape.active_share != 1.0  # experts: another kernel
+    if case.tables is None or fmt is None or routed:
+        return None
+    rows = case.step.rows(case.shape.site.component)
+    found = case.tables.gemm(fmt, rows, case.shape.n, case.shape.k)
+    if found is None or case.choice.name != _STATIC:
+        return found
+    known, sought = (
+        case.tables.quantize(rows, case.shape.k, dynamic=d) for d in (False, True)
+    )
+    if known is None or sought is None:
+        return None
+    seconds = found.seconds - sought.seconds + known.seconds
+    return replace(found, seconds=seconds)
+
+
+def _gemm_ratio(case: _Case) -> float:
+    """Return measured over modelled seconds of the nearest kernels; 1: none is near."""
+    for name in _nearest(case.choice.name):
+        found = [
+            measured.seconds / near.named(name).modelled_s()
+            for near in _inside(case)
+            if (measured := _measured_gemm(near.named(name))) is not None
+        ]
+        if found:
+            return statistics.median(found)
+    return 1.0
+
+
+def _nearest(name: str) -> Iterator[str]:
+    yield name
+    while name in _NEAREST:
+        name = _NEAREST[name]
+        yield name
+    if name != "bf16":
+        yield "bf16"
+
+
+def _inside(case: _Case) -> Iterator[_Case]:
+    """Yield the case where it is in the grid of bf16, else the cases nearest to it."""
+    grid = case.tables.gemms.get("bf16") if case.tables else None
+    if grid is None or case.shape.active_share != 1.0:
+        return
+    rows = case.step.rows(case.shape.site.component)
+    sizes = zip((rows, case.shape.n, case.shape.k), grid.axes, strict=True)
+    for m, n, k in product(*(_within(size, axis) for size, axis in sizes)):
+        shape = replace(case.shape, n=n, k=k, weight_elements=n * k)
+        yield replace(case, shape=shape, step=Step(m, 1, 1))
+
+
+def _within(size: int, axis: Sequence[int]) -> Sequence[int]:
+    """Return the size; the last points of the axis where it is beyond them."""
+    if size > axis[-1]:
+        return axis[-EDGE_POINTS:]
+    return (max(size, axis[0]),)
+
+
+# Attention
+
+
+def _attention(case: _Case) -> Timed:
+    """The kernel's time, shared out among its sites as the roofline shares it.
+
+    The cache's format decides the kernel; products in FP8 were not measured.
+    """
+    ratio = _attention_ratio(case)
+    if case.shape.site.component is Component.KV_CACHE:
+        return _cache(case, ratio)
+    exact = _measured_attention(case, "bf16")
+    seconds = ratio * case.modelled_s()
+    if exact is None or case.tables is None or case.choice.name not in _AS_BF16:
+        return Timed(seconds, Basis.ROOFLINE, _attention_error(case))
+    return Timed(seconds, case.tables.basis, exact.error)
+
+
+def _cache(case: _Case, ratio: float) -> Timed:
+    """Reading K and V: what the kernel takes beside its products; and writing them."""
+    name = case.choice.output
+    written = roofline.written_s(
+        case.shape, case.choice, case.device, case.step, case.within, fit(case.device)
+    )
+    measured = _measured_attention(case, _CACHES.get(name, ""))
+    if measured is None or case.tables is None:
+        read = ratio * (case.modelled_s() - written)
+        return Timed(read + written, Basis.ROOFLINE, _attention_error(case))
+    read = max(measured.seconds - ratio * _products_s(case), 0.0)
+    basis = case.tables.basis if name != "fp8_e5m2" else Basis.ROOFLINE
+    return Timed(read + written, basis, measured.error)
+
+
+def _attention_ratio(case: _Case) -> float:
+    """Return measured over modelled seconds of the kernel in 16 bits, or of a near one."""
+    for near in _smaller(case):
+        measured = _measured_attention(near, "bf16")
+        if measured is not None:
+            return measured.seconds / _kernel_s(near)
+    return 1.0
+
+
+def _smaller(case: _Case) -> Iterator[_Case]:
+    """Yield the case, then with fewer and fewer sequences, then tokens."""
+    step = case.step
+    yield case
+    while step.sequences > 1:
+        step = replace(step, sequences=step.sequences // 2)
+        yield replace(case, step=step)
+    while step.context > 1:
+        queries = max(step.queries // 2, 1)
+        step = Step(1, queries, step.context / 2 if queries == 1 else queries)
+        yield replace(case, step=step)
+
+
+def _attention_error(case: _Case) -> float:
+    reached = fit(case.device)
+    return (reached.generation if case.step.queries == 1 else reached.context).error
+
+
+def _kernel_s(case: _Case) -> float:
+    """The modelled seconds of the whole kernel, all of it in 16 bits."""
+    cache = _part(case, Component.KV_CACHE)
+    written = roofline.written_s(
+        cache.shape,
+        cache.choice,
+        cache.device,
+        cache.step,
+        cache.within,
+        fit(cache.device),
+    )
+    return _products_s(case) + cache.modelled_s() - written
+
+
+def _products_s(case: _Case) -> float:
+    ends = (Component.ATTN_SCORES, Component.ATTN_VALUES)
+    return sum(_part(case, c).modelled_s() for c in ends)
+
+
+def _part(case: _Case, component: Component) -> _Case:
+    site = Site(case.shape.site.layer, component)
+    return replace(case, shape=replace(case.shape, site=site)).named("bf16")
+
+
+def _measured_attention(case: _Case, fmt: str) -> Timing | None:
+    shape, step, tables = case.shape, case.step, case.tables
+    if tables is None:
+        return None
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.window)
+    if step.queries == 1:
+        context = round(step.context)
+        return tables.generation_attention(fmt, step.sequences, context, *sizes)
+    return tables.context_attention(fmt, step.sequences, step.queries, *sizes)
