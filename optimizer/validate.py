@@ -134,8 +134,8 @@ def run_stack(
             agree.append(top1_agrees(reference, logits).double().numpy())
 
     _run(model, truth.sequences, executor, after, progress)
-    per_token = (np.concatenate(v) for v in (kl, nll, agree))
-    return TokenValues(*per_token, np.array(overflows.counts, dtype=np.float64))
+    of_tokens = [np.concatenate(v) for v in (kl, nll, agree)]
+    return TokenValues(*of_tokens, overflowed=np.array(overflows.counts, np.float64))
 
 
 def _run(
