@@ -16,6 +16,7 @@ from optimizer.casts import NO_CASTS, Casts
 from optimizer.cost import SiteCost, site_cost, tied_bytes
 from optimizer.formats import FP16
 from optimizer.hardware import Device
+from optimizer.padding import padded, pays
 from optimizer.rules import refusals
 from optimizer.search import Edge, Option
 from optimizer.sensitivity import Sensitivities, Sensitivity
@@ -91,7 +92,11 @@ def allowed(
     """
     table = {}
     for shape in model.sites:
-        verdicts = refusals(device, spec.engine, shape, spec.formats)
+        refused = refusals(device, spec.engine, shape, spec.formats)
+        verdicts = {
+            c: None if no and pays(shape, c, device, spec, model) else no
+            for c, no in refused.items()
+        }
         largest = overflowing.get(shape.site)
         if largest is not None:
             no = f"values up to {largest:.4g} overflow fp16, which ends at {FP16.max:g}"
@@ -132,7 +137,9 @@ def tabulate(
 
 def modelled(model: ModelShape, device: Device, workload: Workload) -> CostOf:
     """Return the roofline as a cost function."""
-    return lambda shape, choice: site_cost(shape, choice, device, workload, model)
+    return lambda shape, choice: site_cost(
+        padded(shape, choice), choice, device, workload, model
+    )
 
 
 @dataclass(slots=True)

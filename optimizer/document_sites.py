@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from optimizer.casts import CastCost, Casts
 from optimizer.choose import Row
+from optimizer.padding import padding
 from optimizer.reasons import why_high, why_range, why_token
 from optimizer.stack import WHOLE_MODEL, Choice, Component, Role, Site, Stack
 
@@ -70,6 +71,7 @@ def site_row(run: "Run", site: Site, stack: Stack) -> dict[str, Any]:
     """Return one site of a stack, with its alternatives."""
     choice = stack.choices[site]
     rows = run.chooser.table[site]
+    shape = next(s for s in run.model.shape.sites if s.site == site)
     mine = _alternative(run.chooser.row(site, choice))
     stats = run.evidence.statistics.of(site)
     cast = casts_into(run.chooser.casts, (site,), stack)
@@ -84,6 +86,7 @@ def site_row(run: "Run", site: Site, stack: Stack) -> dict[str, Any]:
         "bytes": mine["bytes"],
         "casts": asdict(cast),  # of its input: the seconds above are the site's alone
         "reason": why_high(rows, choice),
+        "padding": asdict(to) if (to := padding(shape, choice)) else None,
         "range": why_range(rows, stats),
         "scales": why_token(rows, stats.get(Role.INPUT), run.evidence.text_of),
         "alternatives": [_alternative(r) for r in rows],

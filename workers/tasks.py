@@ -192,6 +192,7 @@ def stack(document: Document) -> Document:
         "hardware": document["hardware"]["id"],
         "rounding": document["rounding"]["used"],
         "stack": {site["site"]: site["choice"] for site in document["sites"]},
+        "padding": {s["site"]: s["padding"] for s in document["sites"] if s["padding"]},
     }
 
 

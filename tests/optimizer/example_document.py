@@ -105,6 +105,7 @@ def chosen_site(site: dict[str, Any], choice: str) -> dict[str, Any]:
         **{f: got[f] for f in ("choice", "kl_nats", "per_token_s", "bytes")},
         "first_token_s": got["per_token_s"] * 6,
         "reason": None if "8" in choice else reason(site["component"], best),
+        "padding": None,
     }
 
 

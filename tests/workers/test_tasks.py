@@ -102,6 +102,11 @@ def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
     assert json.loads(stored) == DOCUMENT
     stack = json.loads(storage.path(job_id, 1, "stack.json").read_bytes())
     assert stack["stack"] == {s["site"]: s["choice"] for s in DOCUMENT["sites"]}
+    assert stack["padding"] == {}
+    to = {"n": 50257, "k": 768, "padded_n": 50272, "padded_k": 768}
+    sites = [{**site, "padding": to} for site in DOCUMENT["sites"][-1:]]
+    padded = tasks.stack({**DOCUMENT, "sites": sites})
+    assert padded["padding"] == {sites[0]["site"]: to}
 
 
 def test_the_second_bell_finds_the_job_taken(optimizer: Any) -> None:
