@@ -292,7 +292,7 @@ class Work(Opened):
 
     def _sweep(self, sequences: Sequence[int], family: str) -> Result:
         numbered = {n: self.tokens.calibration.sequences[n] for n in sequences}
-        there = all((1, n) in self.kept for n in sequences)
+        there = (1, sequences[0]) in self.kept  # all of a part, or nothing
         sums = sweep(
             self.model,
             numbered,
