@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimizer.batches import batches, graph_tokens, together
 from optimizer.errors import NonFiniteError
 from optimizer.execute import Operand, Reference
 from optimizer.model import LoadedModel
@@ -64,7 +65,7 @@ class Observer(Reference):
         self.stats: dict[tuple[Site, Role], Stats] = {}
         self.statistics = statistics  # who sets the extremes; None: not asked for
         self.tokens: Tensor | None = None  # (batch, tokens): False is padding
-        self.sample = ""  # named in errors
+        self.samples: Sequence[int] = ()  # that run together: named in errors
         self._seen: dict[tuple[Site, Role], Tensor] = {}
 
     def tap(
@@ -78,7 +79,7 @@ class Observer(Reference):
         visible = x if mask is None else x.masked_fill(mask < 0, 0.0)
         stats = observe(visible, self._keep(site, x), _largest_over(site, x))
         if not bool(stats.amax.isfinite().all()):
-            raise NonFiniteError(f"{site} {role}, {self.sample}")
+            raise NonFiniteError(f"{site} {role}, {self._culprit(visible)}")
         before = self.stats.get(key)
         self.stats[key] = stats if before is None else before.merge(stats)
         if self.statistics is not None:
@@ -91,6 +92,16 @@ class Observer(Reference):
             self.tap(part.site, Role.INPUT, x)
             return x.new_zeros(1).expand(*x.shape[:-1], len(part.weight))
         return super().linear(part, x)
+
+    def _culprit(self, x: Tensor) -> str:
+        """Name the first sample of those that run together that is not finite."""
+        of_each = x.chunk(len(self.samples)) if self.samples else ()
+        bad = (
+            n
+            for n, t in zip(self.samples, of_each, strict=True)
+            if not t.isfinite().all()
+        )
+        return f"sample {next(bad)}" if self.samples else "the sample"
 
     def _keep(self, site: Site, x: Tensor) -> Tensor | None:
         if self.tokens is None:
@@ -125,6 +136,8 @@ def calibrate(
 ) -> dict[tuple[Site, Role], Stats]:
     """Run the reference over `sequences` of ids (batch, tokens) and return the stats.
 
+    Neighbors of equal length run together, as in a sweep.
+
     `masks` are attention masks, one per sequence, 0 where a token is padding. `kept`
     gets the inputs of every stage, for a sweep of the same sequences; `numbers` are
     theirs, where these are not all. `statistics` learns who sets the extremes.
@@ -135,23 +148,28 @@ def calibrate(
     every_mask = None if masks is None else list(masks)
     names = list(range(len(every)) if numbers is None else numbers)
 
+    alone = every_mask is not None  # a mask goes with its own ids
+    groups = batches(every, 1 if alone else graph_tokens(model))
+    ids = {names[group[0]]: together(every, group) for group in groups}
+    samples = {names[group[0]]: [names[n] for n in group] for group in groups}
+
     def before(index: int) -> Tensor | None:
         observer.forget()
         mask = None if every_mask is None else every_mask[names.index(index)]
         observer.tokens = None if mask is None else mask.bool()
-        observer.sample = f"sample {index}"
+        observer.samples = samples[index]
         if statistics is not None:
-            statistics.ids = every[names.index(index)]
+            statistics.ids = ids[index]
         return mask
 
     walk(
         model,
-        every,
+        list(ids.values()),
         observer,
         kept=Activations() if kept is None else kept,
         before=before,
         keep_all=kept is not None,
-        names=names,
+        names=list(ids),
         progress=progress,
     )
     observer.forget()

@@ -49,27 +49,41 @@ class Collapse:
             self.joined + other.joined,
         )
 
-    def add(self, x: Tensor, codes: Tensor, scale: Tensor | None = None) -> None:
-        """Count `COLLAPSE_ROWS` rows of `x` (..., n), and of the codes they became.
+    def add(
+        self, seen: "SampledRows", codes: Tensor, scale: Tensor | None = None
+    ) -> None:
+        """Count rows of a tensor, and of the codes (..., n) that it became.
 
         `scale` is asked for only where values of one row have different ones.
         """
-        if x.numel() == 0:
-            return
         if scale is not None and scale.ndim and scale.shape[-1] > 1:
             codes = codes * scale
+        after = SampledRows.of(codes)
+        self.rows += seen.rows
+        self.inputs += seen.values
+        self.values += after.values
+        self.pairs += seen.pairs - seen.equal
+        self.joined += after.equal - seen.equal
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """What `COLLAPSE_ROWS` rows of a tensor hold."""
+
+    rows: int
+    values: int  # different ones
+    pairs: int
+    equal: int  # of the pairs
+
+    @classmethod
+    def of(cls, x: Tensor) -> "SampledRows":
+        """Look at evenly spaced rows of `x` (..., n)."""
+        if x.numel() == 0:
+            return cls(0, 0, 0, 0)
         n = x.shape[-1]
-        before, after = (
-            sampled_rows(t.detach(), COLLAPSE_ROWS * n)[:COLLAPSE_ROWS]
-            for t in (x, codes)
-        )
-        inputs, same = _runs(before)
-        values, together = _runs(after)
-        self.rows += len(before)
-        self.inputs += inputs
-        self.values += values
-        self.pairs += len(before) * (n * (n - 1) // 2) - same
-        self.joined += together - same
+        rows = sampled_rows(x.detach(), COLLAPSE_ROWS * n)[:COLLAPSE_ROWS]
+        values, equal = _runs(rows)
+        return cls(len(rows), values, len(rows) * (n * (n - 1) // 2), equal)
 
 
 def _runs(rows: Tensor) -> tuple[int, int]:
@@ -89,5 +103,5 @@ def collapsed_share(x: Tensor, codes: Tensor) -> float:
     where all share a few. Example: x [[1, 1.01, 2, 2]], codes [[1, 1, 2, 2]] -> 1/3.
     """
     seen = Collapse()
-    seen.add(x, codes)
+    seen.add(SampledRows.of(x), codes)
     return seen.share

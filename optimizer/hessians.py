@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from optimizer.errors import NonFiniteError
 from optimizer.execute import Operand, Reference
+from optimizer.labels import label_gradients
 from optimizer.model import LoadedModel
 from optimizer.sites import LinearPart
 from optimizer.stack import Role, Site
@@ -161,6 +161,5 @@ class FisherHessians(Hessians):
         """See one sequence of ids (1, tokens): one pass forward and one back."""
         with torch.enable_grad():
             logits = model.forward(ids, self)[0]  # (tokens, vocab)
-            p = logits.detach().softmax(dim=-1)
-            labels = torch.multinomial(p, 1, generator=generator)[:, 0]
-            cross_entropy(logits, labels, reduction="sum").backward()
+            (gradient,) = label_gradients(logits, 1, generator)
+            logits.backward(gradient)

@@ -15,24 +15,25 @@ ever in memory. Each δ is an elementwise rounding. `exact.py` measures the same
 numbers one at a time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from optimizer.collapse import COLLAPSE_SEQUENCES
+from optimizer.batches import batches, graph_tokens, together
+from optimizer.collapse import COLLAPSE_SEQUENCES, SampledRows
 from optimizer.exact import exact
 from optimizer.execute import (
     Amaxes,
     Operand,
     Reference,
     WeightCodes,
-    apply_scale,
     round_operand,
 )
 from optimizer.formats import FORMATS
+from optimizer.labels import label_gradients
+from optimizer.matmul import linear, rough
 from optimizer.model import LoadedModel
 from optimizer.quantize import saturated_share
 from optimizer.sites import LinearPart
@@ -52,7 +53,7 @@ from optimizer.sums import (
     total,
     wanted_roundings,
 )
-from optimizer.totals import sum_of, sum_of_squares
+from optimizer.totals import dots, dots_with, sum_of, sum_of_squares
 from optimizer.walk import Activations, Told, silent, walk
 
 __all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sweep"]
@@ -61,6 +62,7 @@ __all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sw
 # log-Pearson of 0.9969, 0.9970 and 0.9979 with exact runs; each costs a backward pass.
 LABEL_SAMPLES = 1
 ERROR_BYTES = 600 << 20  # of the errors of one matrix's roundings at once
+AT_ONCE = 1 << 18  # elements of a gradient: what a core's cache holds with its errors
 PRODUCT_BYTES = 256 << 20  # of activations and gradients that wait to be scored
 # The scales of these are rounded, also down. Others of a group, row or head come from
 # the largest value that they cover: nothing lies beyond the format, by construction.
@@ -87,7 +89,7 @@ class _Product:
     """What a matrix was multiplied with in one sequence, and the gradient after it."""
 
     part: LinearPart
-    sequence: int
+    sequences: Sequence[int]
     gradient: Tensor  # (..., out)
     rows: Tensor  # (tokens, in)
 
@@ -95,9 +97,20 @@ class _Product:
     def bytes(self) -> int:
         return 4 * (self.gradient.numel() + self.rows.numel())
 
-    def squared_gradient(self) -> Tensor:
-        """Return the matrix's own gradient over the sequence, squared: (out, in)."""
-        return (self.gradient.flatten(0, -2).T @ self.rows).square_()
+    def squared_gradient(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the matrix's own gradient over each sequence, squared.
+
+        (sequences, rows, in), some rows at a time, so that they are still in the
+        cache when errors are weighted with them.
+        """
+        count, (out, width) = len(self.sequences), self.part.weight.shape
+        gradient = rough(self.gradient).reshape(count, -1, out)
+        transposed = gradient.transpose(1, 2).contiguous()  # (sequences, out, tokens)
+        rows = rough(self.rows).view(count, -1, width)
+        step = max(1, AT_ONCE // (count * width))
+        for start in range(0, out, step):
+            part = slice(start, start + step)
+            yield part, (transposed[:, part] @ rows).float().square_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +121,14 @@ class _Whole:
     signal: float  # Σ x²
     nonzero: int
     largest: float  # |x|
+    rows: SampledRows | None  # None: not asked for
 
     @classmethod
-    def of(cls, x: Tensor) -> "_Whole":
+    def of(cls, x: Tensor, rows: SampledRows | None) -> "_Whole":
         low, high = x.aminmax()
         return cls(
             x=x,
+            rows=rows,
             signal=sum_of_squares(x),
             nonzero=int(x.count_nonzero()),
             largest=max(-float(low), float(high)),
@@ -140,7 +155,9 @@ class Sweep(Reference):
         self._last: dict[Place, Tensor] = {}
         self._products: list[_Product] = []
         self._counted: set[tuple[str, Precision]] = set()  # matrices
-        self._sequence = 0
+        self._matrix: _Whole | None = None  # the one scored last
+        self._rough: dict[str, Tensor] = {}  # matrices of this stage
+        self._sequences: Sequence[int] = ()  # that run together
         self.sums = Sums()
 
     def tap(
@@ -160,14 +177,22 @@ class Sweep(Reference):
 
     def linear(self, part: LinearPart, x: Tensor) -> Tensor:
         """Run in fp32; note the matrix's own gradient as well."""
-        y = super().linear(part, x)
+        x = self.elementwise(part.site, Role.INPUT, x)
+        y = linear(x, part.weight, part.bias, self._way_back(part))
+        y = self.elementwise(part.site, Role.OUTPUT, y)
         if (part.site, Role.WEIGHT) in self._wanted:
             rows = x.detach().flatten(0, -2)  # (tokens, in)
-            number = self._sequence
+            numbers = self._sequences
             y.register_hook(
-                lambda g: self._products.append(_Product(part, number, g, rows))
+                lambda g: self._products.append(_Product(part, numbers, g, rows))
             )
         return y
+
+    def _way_back(self, part: LinearPart) -> Tensor:
+        """Return the matrix that gradients come back through, made once a stage."""
+        if part.name not in self._rough:
+            self._rough[part.name] = rough(part.weight)
+        return self._rough[part.name]
 
     @torch.no_grad()
     def _score_matrices(self) -> None:
@@ -189,9 +214,10 @@ class Sweep(Reference):
     ) -> None:
         errors = [self._matrix_error(products[0].part, p) for p in precisions]
         for product in products:
-            squared = product.squared_gradient()
-            for rounding, error in errors:
-                rounding.lose(product.sequence, error, squared)
+            for part, squared in product.squared_gradient():
+                for rounding, error in errors:
+                    lost = dots_with(squared, error[part])
+                    rounding.lose(product.sequences, lost)
 
     def _matrix_error(
         self, part: LinearPart, precision: Precision
@@ -199,12 +225,13 @@ class Sweep(Reference):
         """Return δ² of a rounding of a matrix, with its running sums."""
         weight = part.weight
         operand = self._weights.get(part, precision)
-        error = apply_scale(*operand).sub(weight).square_()
+        error = _squared_error(weight, operand)
         key = (part.site, Role.WEIGHT, precision)
         if (part.name, precision) not in self._counted:
             self._counted.add((part.name, precision))
-            sums = self._count(key, _Whole.of(weight), operand, error)
-            sums.collapse.add(weight, *operand)
+            if self._matrix is None or self._matrix.x is not weight:
+                self._matrix = _Whole.of(weight, SampledRows.of(weight))
+            self._count(key, self._matrix, operand, error)
         if not self._model.residency.whole:
             self._weights.drop()  # a matrix may be a large part of a stage
         return self.sums.at(key), error
@@ -212,46 +239,55 @@ class Sweep(Reference):
     def run(
         self,
         stage: int,
-        sequence: int,
+        sequences: Sequence[int],
         ids: Tensor,
         hidden: Tensor | None,
-        following: Sequence[Tensor] | torch.Generator,
+        following: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Score one stage of one sequence; return the gradients of its input.
+        """Score one stage of some sequences; return the gradients of its input.
 
-        There is one gradient for each label sample. `following` has those of the
-        stage's output; for the last stage, what draws the labels.
+        There is one gradient for each label sample, as in `following`, which has
+        those of the stage's output.
         """
-        self._sequence = sequence
+        self._sequences = sequences
         with torch.enable_grad():
             if hidden is not None:
                 hidden = hidden.detach().clone().requires_grad_(True)
             out = self._model.stage(stage, ids, hidden, self)
-            if isinstance(following, torch.Generator):
-                losses = self._losses(out[0], following)
-                gradients = [self._back(loss, None, hidden) for loss in losses]
-            else:
-                gradients = [self._back(out, g, hidden) for g in following]
-        for seen in self._seen:
-            self._score(seen)
-        self._seen.clear()
-        self._last.clear()
-        if sum(p.bytes for p in self._products) > PRODUCT_BYTES:
-            self._score_matrices()
+            gradients = [self._back(out, g, hidden) for g in following]
+        self._score_seen()
         return [g for g in gradients if g is not None]
 
-    def _losses(self, logits: Tensor, generator: torch.Generator) -> list[Tensor]:
-        with torch.no_grad():
-            p = logits.softmax(dim=-1)  # (tokens, vocab)
-            labels = torch.multinomial(p, self.samples, True, generator=generator)
-        self.sums.tokens[self._sequence] = len(logits) * self.samples
-        return [
-            functional.cross_entropy(logits, labels[:, k], reduction="sum")
-            for k in range(self.samples)
+    def run_last(
+        self, sequences: Sequence[int], ids: Tensor, hidden: Tensor, seed: int
+    ) -> list[Tensor]:
+        """Score norm and head, and draw the labels; return the gradients of the input.
+
+        One sequence after the other: with a large vocabulary logits take the most
+        memory, and the draws of one do not depend on what runs beside it.
+        """
+        by_row = [
+            self._run_last(number, ids[row : row + 1], hidden[row : row + 1], seed)
+            for row, number in enumerate(sequences)
         ]
+        return [torch.cat(gradients) for gradients in zip(*by_row, strict=True)]
+
+    def _run_last(
+        self, number: int, ids: Tensor, hidden: Tensor, seed: int
+    ) -> list[Tensor]:
+        self._sequences = [number]
+        generator = torch.Generator().manual_seed(seed + 1_000_003 * number)
+        with torch.enable_grad():
+            hidden = hidden.detach().clone().requires_grad_(True)
+            out = self._model.stage(self._model.stages - 1, ids, hidden, self)
+            self.sums.tokens[number] = out.shape[1] * self.samples
+            drawn = label_gradients(out[0], self.samples, generator)
+            gradients = [self._back(out, g[None], hidden) for g in drawn]
+        self._score_seen()
+        return [g for g in gradients if g is not None]
 
     def _back(
-        self, out: Tensor, gradient: Tensor | None, hidden: Tensor | None
+        self, out: Tensor, gradient: Tensor, hidden: Tensor | None
     ) -> Tensor | None:
         """Send one gradient through the stage; return what arrives at its input."""
         out.backward(gradient, retain_graph=self.samples > 1)
@@ -263,20 +299,30 @@ class Sweep(Reference):
     def leave(self, stage: int) -> None:
         """Score what is left of a stage, while its weights are still there."""
         self._score_matrices()
+        self._rough.clear()
+        self._matrix = None
+
+    def _score_seen(self) -> None:
+        for seen in self._seen:
+            self._score(seen)
+        self._seen.clear()
+        self._last.clear()
+        if sum(p.bytes for p in self._products) > PRODUCT_BYTES:
+            self._score_matrices()
 
     @torch.no_grad()
     def _score(self, seen: Seen) -> None:
         assert seen.squared is not None, seen.place
         x = seen.x if seen.visible is None else seen.x.masked_fill(~seen.visible, 0.0)
-        whole = _Whole.of(x)
+        early = self._sequences[0] < COLLAPSE_SEQUENCES
+        whole = _Whole.of(x, SampledRows.of(x) if early else None)
         calibrated = self._amaxes.get(seen.place)
         for precision in self._wanted[seen.place]:
             operand = round_operand(x, precision, calibrated)
-            error = apply_scale(*operand).sub(x).square_()
+            error = _squared_error(x, operand)
             sums = self._count((*seen.place, precision), whole, operand, error)
-            if self._sequence < COLLAPSE_SEQUENCES:
-                sums.collapse.add(x, *operand)
-            sums.lose(self._sequence, error, seen.squared)
+            lost = dots(error, seen.squared, len(self._sequences))
+            sums.lose(self._sequences, lost)
 
     def _count(
         self,
@@ -291,6 +337,8 @@ class Sweep(Reference):
         sums.signal += whole.signal
         sums.noise += sum_of(error)
         sums.count += codes.numel()
+        if whole.rows is not None:
+            sums.collapse.add(whole.rows, *operand)
         if scale is not None:  # what has no scale has fp32's range, or nearly
             sums.flushed += whole.nonzero - int(codes.count_nonzero())
             fmt = FORMATS[key[2].format]
@@ -300,6 +348,13 @@ class Sweep(Reference):
                 share = saturated_share(whole.x, scale, fmt)
                 sums.saturated += round(share * codes.numel())
         return sums
+
+
+def _squared_error(x: Tensor, operand: Operand) -> Tensor:
+    """Return δ² of a tensor and what it was rounded to."""
+    codes, scale = operand
+    error = codes - x if scale is None else (codes * scale).sub_(x)
+    return error.square_()
 
 
 def measure(
@@ -363,26 +418,31 @@ def walk_back(
     kept: Activations | None = None,
 ) -> None:
     """Send gradients of sequences of ids (1, tokens) from the last stage to the first."""
-    order = list(sequences)
+    numbers = list(sequences)
+    every = [sequences[number] for number in numbers]
+    groups = batches(every, graph_tokens(model))
+    ids = [together(every, group) for group in groups]
+    names = [[numbers[n] for n in group] for group in groups]
+    firsts = [group[0] for group in names]
     if kept is None:
         kept = Activations()
-        every = list(sequences.values())
-        walk(model, every, Reference(), kept=kept, last=False, names=order)
+        walk(model, ids, Reference(), kept=kept, last=False, names=firsts)
     gradients = Activations()
-    planned = model.stages * len(sequences)
+    samples, last = range(executor.samples), model.stages - 1
     for stage in reversed(range(model.stages)):
         with model.residency.holding(stage):
-            for done, number in enumerate(order):
-                following = (
-                    [gradients.get((k, number)) for k in range(executor.samples)]
-                    if stage + 1 < model.stages
-                    else torch.Generator().manual_seed(seed + 1_000_003 * number)
-                )
-                hidden = kept.get((stage, number)) if stage else None
-                ids = sequences[number]
-                found = executor.run(stage, number, ids, hidden, following)
+            for done, group in enumerate(names):
+                first = group[0]
+                if stage == last:
+                    hidden = kept.get((stage, first))
+                    found = executor.run_last(group, ids[done], hidden, seed)
+                else:
+                    following = [gradients.get((k, first)) for k in samples]
+                    before = kept.get((stage, first)) if stage else None
+                    found = executor.run(stage, group, ids[done], before, following)
                 for k, gradient in enumerate(found):
-                    gradients.put((k, number), gradient)
-                back = model.stages - 1 - stage
-                progress(back * len(order) + done + 1, planned)
+                    gradients.put((k, first), gradient)
+                progress(
+                    (last - stage) * len(names) + done + 1, model.stages * len(names)
+                )
             executor.leave(stage)

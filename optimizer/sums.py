@@ -5,11 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from optimizer.collapse import Collapse
 from optimizer.stack import Choice, Precision, Role, Site, roundings
-from optimizer.totals import dot
 
 Candidates = Mapping[Site, Sequence[Choice]]
 
@@ -26,10 +23,10 @@ class Rounding:
     count: int = 0
     collapse: Collapse = field(default_factory=Collapse)  # of a few rows
 
-    def lose(self, sequence: int, error: Tensor, squared: Tensor) -> None:
-        """Add g² δ² of one tensor of a sequence."""
-        lost = 0.5 * dot(error, squared)
-        self.kl[sequence] = self.kl.get(sequence, 0.0) + lost
+    def lose(self, sequences: Sequence[int], g2_delta2: Sequence[float]) -> None:
+        """Add Σ g² δ² of one tensor of each sequence."""
+        for sequence, lost in zip(sequences, g2_delta2, strict=True):
+            self.kl[sequence] = self.kl.get(sequence, 0.0) + 0.5 * lost
 
     def merge(self, other: "Rounding") -> None:
         """Add the sums of other sequences."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from optimizer import batches
 from optimizer.calibrate import Observer, Stats, amaxes, calibrate, observe
 from optimizer.errors import NonFiniteError
 from optimizer.execute import Operand, Reference
@@ -132,12 +133,13 @@ def live_bytes() -> int:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_samples() -> None:
+def test_memory_does_not_grow_with_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "GRAPH_TOKENS", 32)
     model = tiny.loaded()
 
     def held(samples: int) -> int:
         """Bytes of tensors that a pass adds, but for the tokens themselves."""
-        sequences = [tiny.ids(16, seed=i) for i in range(samples)]
+        sequences = [tiny.ids(32, seed=i) for i in range(samples)]
         gc.collect()
         before, during = live_bytes(), 0
 
@@ -230,7 +232,7 @@ def test_stats_merge_in_any_order() -> None:
     for stats in merged:
         assert torch.equal(stats.amax, merged[0].amax)
         assert stats.count == merged[0].count
-    
+
 
 def test_static_scales_do_not_depend_on_the_batch() -> None:
     rows = [normal(1, 6, 4, seed=i) for i in range(4)]

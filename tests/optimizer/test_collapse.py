@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimizer.collapse import COLLAPSE_ROWS, Collapse, collapsed_share
+from optimizer.collapse import (
+    COLLAPSE_ROWS,
+    Collapse,
+    SampledRows,
+    collapsed_share,
+)
 from optimizer.formats import BF16, E4M3, E5M2, FORMATS
 from optimizer.quantize import (
     amax,
@@ -19,7 +24,7 @@ from tests.optimizer.numbers import normal
 
 def counted(x: Tensor, rounded: Tensor) -> Collapse:
     found = Collapse()
-    found.add(x, rounded)
+    found.add(SampledRows.of(x), rounded)
     return found
 
 
@@ -110,10 +115,12 @@ def test_equal_codes_of_different_blocks_are_different_values() -> None:
     x = torch.tensor([[1.0, 2.0, 4.0]])
     codes, scale = torch.tensor([[1.0, 1.0, 2.0]]), torch.tensor([[1.0, 2.0, 2.0]])
     found = Collapse()
-    found.add(x, codes, scale)
+    found.add(SampledRows.of(x), codes, scale)
     assert found.share == 0.0
     shared = Collapse()
-    shared.add(x, codes, torch.tensor([[2.0]]))  # one scale for the row says nothing
+    shared.add(
+        SampledRows.of(x), codes, torch.tensor([[2.0]])
+    )  # one scale for the row says nothing
     assert shared == counted(x, codes)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from optimizer.errors import NonFiniteError
 from optimizer.execute import Reference
 from optimizer.hessians import FisherHessians, Hessians, Key, key_of
+from optimizer.labels import draw
 from optimizer.model import LoadedModel
 from optimizer.sites import LinearPart
 from optimizer.stack import Component, Site
@@ -152,7 +153,7 @@ def test_tokens_weigh_what_an_error_of_their_outputs_costs() -> None:
     (x,) = inputs.by_part[part.name]
     logits = model.forward(ids, Reference())[0]
     drawn = torch.Generator().manual_seed(0)
-    label = torch.multinomial(logits.softmax(-1), 1, generator=drawn)[0]
+    label = draw(logits.softmax(-1), 1, drawn)[0]
     assert hessians.seen(key_of(part)) == 1
     found = hessians.hessian(key_of(part))
     weight = float(found.trace() / x.double().square().sum())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimizer.totals import dot, sum_of, sum_of_squares
+from optimizer.totals import dots, dots_with, sum_of, sum_of_squares
 
 SHAPES = [
     (7,),
@@ -22,7 +22,7 @@ SHAPES = [
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], float], Callable[[float], float]]] = {
     "total": (sum_of, lambda v: v),
     "squares": (sum_of_squares, lambda v: v * v),
-    "dot": (lambda x: dot(x, x), lambda v: v * v),
+    "dot": (lambda x: dots(x, x)[0], lambda v: v * v),
 }
 
 
@@ -65,4 +65,17 @@ def test_the_bits_do_not_depend_on_threads(name: str, shape: tuple[int, ...]) ->
 def test_a_view_is_summed_as_what_it_shows() -> None:
     x = values((64, 2048))
     assert sum_of(x.T) == pytest.approx(sum_of(x), rel=1e-3, abs=1e-2)
-    assert dot(x.T, x.T) == pytest.approx(dot(x, x), rel=1e-6)
+    assert dots(x.T, x.T) == pytest.approx(dots(x, x), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 64), (3, 7, 200), (3, 40_000), (3, 2, 3, 3)])
+def test_each_part_has_the_sum_that_it_has_alone(shape: tuple[int, ...]) -> None:
+    a, b = values(shape), values(shape).flip(0)
+    alone = [dots(x[None], y[None])[0] for x, y in zip(a, b, strict=True)]
+    assert dots(a, b, parts=3) == alone
+
+
+def test_one_matrix_is_shared_by_all_parts() -> None:
+    a, shared = values((3, 8, 96)), values((8, 96))
+    expected = [math.fsum((x * shared).flatten().double().tolist()) for x in a]
+    assert dots_with(a, shared) == pytest.approx(expected, rel=1e-5)
