@@ -13,7 +13,7 @@ from optimizer.reasons import why_high, why_range, why_token
 from optimizer.stack import WHOLE_MODEL, Choice, Component, Role, Site, Stack
 
 if TYPE_CHECKING:
-    from optimizer.document import Run
+    from optimizer.document import Rounding, Run
 
 
 def components(run: "Run", stack: Stack) -> list[dict[str, Any]]:
@@ -84,6 +84,7 @@ def site_row(run: "Run", site: Site, stack: Stack) -> dict[str, Any]:
         "per_token_s": mine["per_token_s"],
         "first_token_s": mine["first_token_s"],
         "bytes": mine["bytes"],
+        "scale_ratios": scale_ratios(run.rounding, site),
         "casts": asdict(cast),  # of its input: the seconds above are the site's alone
         "reason": why_high(rows, choice),
         "padding": asdict(to) if (to := padding(shape, choice)) else None,
@@ -91,6 +92,17 @@ def site_row(run: "Run", site: Site, stack: Stack) -> dict[str, Any]:
         "scales": why_token(rows, stats.get(Role.INPUT), run.evidence.text_of),
         "alternatives": [_alternative(r) for r in rows],
     }
+
+
+def scale_ratios(rounding: "Rounding", site: Site) -> dict[str, Any]:
+    """Return the site's static scales that are not amax's, by role, as ratios to it.
+
+    Below 1 the largest values are clipped. A list has one for each head.
+    """
+    if rounding.gain is None or rounding.used != "compensated":
+        return {}
+    places = {tuple(k.split(" ")): v for k, v in rounding.gain.static_scales.items()}
+    return {role: ratio for (at, role), ratio in places.items() if at == str(site)}
 
 
 def _alternative(row: Row) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which scale: amax / max maps the largest value exactly, and that is seldom the best.
+"""Which scale of a matrix: amax / max maps the largest value exactly, seldom the best.
 
 The numbers of a floating-point format lie in a pattern that repeats with every power
 of two, and a scale decides where in it each value lands. Between one power of two
@@ -6,6 +6,7 @@ and the next, each row of a matrix has a scale under which the values that matte
 land near numbers of the format. FP8 has range to spare, so nothing is lost at its
 ends; of narrower formats a ratio below 1 clips what few values hold, for all others.
 A ratio is taken where it gains on measured values, and stays 1 where it does not.
+`static_scales` does the same for the inputs.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from torch import Tensor
 from optimizer.execute import Operand, WeightCodes
 from optimizer.formats import FORMATS, Format
 from optimizer.hessians import Hessians, key_of
-from optimizer.magnitudes import Magnitudes
 from optimizer.model import LoadedModel
 from optimizer.quantize import fake_quantize, quantize
 from optimizer.sites import LinearPart
@@ -25,7 +25,6 @@ from optimizer.stack import Granularity, Precision
 
 PARTS = 16  # ratios to a power of two: with 6, half of the gain was found
 WEIGHT_RATIOS = tuple(2.0 ** (i / PARTS) for i in range(-3, PARTS) if i)
-INPUT_RATIOS = tuple(2.0 ** (-i / 4) for i in range(1, 25))  # down to 1 / 64
 LEAST_GAIN = 0.02  # of the squared error: less is no gain that other data would show
 
 
@@ -63,28 +62,6 @@ def weight_scale(
     ratio = torch.tensor([1.0, *ratios])[index]
     best = torch.where(ratio == 1, whole, best)
     return Found(scale * ratio, ratio, _gain(float(whole.sum()), float(best.sum())))
-
-
-def input_scale(
-    magnitudes: Magnitudes,
-    scale: Tensor,
-    fmt: Format,
-    ratios: Sequence[float] = INPUT_RATIOS,
-) -> Found:
-    """Choose the ratio of one static scale () from a histogram of the input.
-
-    The histogram must hold every value: in a sample the few that clipping hurts are
-    missing. What it lowers is the expected squared error.
-    """
-
-    def loss(ratio: float) -> float:
-        return float(10 ** (-magnitudes.sqnr_db(float(scale) * ratio, fmt) / 10))
-
-    whole = loss(1.0)
-    best, ratio = min((loss(r), r) for r in ratios)
-    if best >= whole * (1 - LEAST_GAIN):
-        best, ratio = whole, 1.0
-    return Found(scale * ratio, torch.tensor(ratio), _gain(whole, best))
 
 
 def _gain(whole: float, best: float) -> float:

@@ -9,24 +9,20 @@ place and precision, since some of them (a scale of 1 for probabilities) are no
 choices of the product.
 """
 
-import argparse
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from optimizer import model, tokens
 from optimizer.calibrate import amaxes, calibrate
 from optimizer.execute import Amaxes, Operand, Reference, round_operand
 from optimizer.formats import E4M3
 from optimizer.metrics import logits_kl_nats
 from optimizer.model import LoadedModel
 from optimizer.stack import Component, Granularity, Precision, Role, Site
-from workers import demo
+from tests.bench._inputs import inputs, options
 
 SCORES, VALUES = Component.ATTN_SCORES, Component.ATTN_VALUES
 SOFTMAX, CACHE = Component.ATTN_SOFTMAX, Component.KV_CACHE
@@ -103,31 +99,11 @@ class Rounded(Reference):
 
 
 def main() -> None:
-    arguments = parse()
-    torch.set_num_threads(arguments.threads)
-    folder = demo.demo_model(arguments.data_dir)
-    loaded = model.load(folder)
-    read = tokens.read(
-        folder,
-        arguments.distribution,
-        None,
-        calibration_tokens=arguments.tokens,
-        validation_tokens=arguments.tokens,
-        sequence_tokens=arguments.sequence,
-    )
+    arguments = options(__doc__.split("\n")[0], sequence=512).parse_args()
+    loaded, read = inputs(arguments)
     largest = amaxes(calibrate(loaded, read.calibration.sequences))
     figures = measure(loaded, read.validation.sequences, largest)
     print(json.dumps({"tokens": read.validation.tokens, "cases": figures}))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--distribution", default="web_text")
-    parser.add_argument("--data-dir", type=Path, default=Path("var"))
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    return parser.parse_args()
 
 
 @torch.no_grad()

@@ -6,60 +6,43 @@
 All matrices of the demo model but lm_head in e4m3, under each choice that is named. KL
 is in nats per token, with block bootstrap intervals; the difference from rounding to
 nearest is paired. "fitted" are scales per channel chosen by `scales`, "fisher" are
-Hessians weighed by gradients.
+Hessians weighed by gradients, "static" are the inputs' scales chosen by
+`static_scales`, and "recode" is what a job does that asks for compensation.
 """
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from optimizer import model, tokens
 from optimizer.calibrate import amaxes, calibrate
 from optimizer.compensate import CompensatedCodes, Key, Rounded, compensate
 from optimizer.execute import Amaxes, Reference, WeightCodes
-from optimizer.formats import E4M3
 from optimizer.hessians import FisherHessians, Hessians
-from optimizer.magnitudes import Magnitudes
 from optimizer.metrics import bootstrap_interval
 from optimizer.model import LoadedModel
-from optimizer.quantize import scale_from_amax
-from optimizer.scales import FittedCodes, input_scale
-from optimizer.sites import LinearPart
+from optimizer.recode import Gain, recode
+from optimizer.scales import FittedCodes
 from optimizer.stack import (
     Choice,
     Component,
-    Role,
+    Granularity,
     Site,
     Stack,
     choice_named,
 )
-from optimizer.statistics import magnitudes_of
 from optimizer.validate import BLOCK_TOKENS, Truth, Values, run_stack
-from workers import demo
+from tests.bench._inputs import inputs, options
 
 CHOICES = "fp8_e4m3_weight_only,fp8_e4m3,fp8_e4m3_token"
-Made = Mapping[Key, Rounded]
 
 
 def main() -> None:
     arguments = parse()
-    torch.set_num_threads(arguments.threads)
-    folder = demo.demo_model(arguments.data_dir)
-    loaded = model.load(folder)
-    read = tokens.read(
-        folder,
-        arguments.distribution,
-        None,
-        calibration_tokens=arguments.tokens,
-        validation_tokens=arguments.held_out,
-        sequence_tokens=arguments.sequence,
-    )
+    loaded, read = inputs(arguments)
     calibration = read.calibration.sequences
     largest = amaxes(calibrate(loaded, calibration))
     plain, forward_s = collect(loaded, calibration)
@@ -71,24 +54,26 @@ def main() -> None:
         "forward_s": forward_s,
         "gradient_pass_s": fisher_s,
     }
-    figures |= inputs_clipped(loaded, calibration, largest)
     for name in arguments.choices.split(","):
         choice = choice_named(Component.FFN_IN, name)
-        ways = rounded(loaded, choice, plain, fisher, arguments.damping, figures)
-        figures |= compare(loaded, truth, choice, largest, ways)
+        made = rounded(loaded, choice, plain, fisher, arguments.damping, figures)
+        ways = {name: (weights, largest) for name, weights in made.items()}
+        if choice.input == choice.weight:  # per tensor: the inputs' scales are static
+            start = time.perf_counter()
+            stack = stack_of(loaded, choice)
+            found = recode(loaded, calibration, stack, amaxes=largest)
+            figures[f"{choice.name} recode s"] = time.perf_counter() - start
+            figures |= changed(found.gain)
+            ways["static"] = made["nearest"], found.amaxes
+            ways["recode"] = found.weights, found.amaxes
+        figures |= compare(loaded, truth, choice, ways)
     print(json.dumps(figures))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--held-out", type=int, default=2048)
-    parser.add_argument("--sequence", type=int, default=256)
+    parser = options(__doc__.split("\n")[0])
     parser.add_argument("--choices", default=CHOICES)
-    parser.add_argument("--distribution", default="web_text")
     parser.add_argument("--damping", type=float, help="default: by tokens")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--data-dir", type=Path, default=Path("var"))
     return parser.parse_args()
 
 
@@ -122,40 +107,18 @@ def inside(loaded: LoadedModel) -> list[Site]:
     return [site for site in loaded.parts if site.layer >= 0]
 
 
-class Histograms(Reference):
-    """Every input of every matrix, counted by magnitude."""
-
-    def __init__(self) -> None:
-        self.by_site: dict[Site, Magnitudes] = {}
-
-    def linear(self, part: LinearPart, x: torch.Tensor) -> torch.Tensor:
-        found = magnitudes_of(x)
-        self.by_site[part.site] = self.by_site.get(part.site, Magnitudes()).merge(found)
-        return super().linear(part, x)
-
-
-@torch.no_grad()
-def inputs_clipped(
-    loaded: LoadedModel, sequences: Sequence[torch.Tensor], largest: Amaxes
-) -> dict[str, float]:
-    """Return for how many inputs a static scale below amax / max lowers the error."""
-    histograms = Histograms()
-    for ids in sequences[:2]:
-        loaded.forward(ids, histograms)
-    clipped = [
-        input_scale(
-            histograms.by_site[site],
-            scale_from_amax(largest[site, Role.INPUT], E4M3),
-            E4M3,
-        )
-        for site in inside(loaded)
-    ]
-    count = sum(float(c.ratio) < 1 for c in clipped)
-    print(f"inputs: clipping lowers the error of {count} of {len(clipped)}")
-    return {"inputs_clipped": count, "inputs": len(clipped)}
-
-
 # Rounding
+
+
+def stack_of(loaded: LoadedModel, choice: Choice) -> Stack:
+    """Every matrix but lm_head under one choice."""
+    return Stack(dict.fromkeys(inside(loaded), choice))
+
+
+def changed(gain: Gain) -> dict[str, float]:
+    """Return how many static scales are not amax's, and how many of them clip."""
+    ratios = gain.static_scales.values()
+    return {"static_scales": len(ratios), "clipped": sum(r < 1 for r in ratios)}
 
 
 def rounded(
@@ -167,13 +130,17 @@ def rounded(
     figures: dict[str, float],
 ) -> dict[str, WeightCodes]:
     """Return the matrices, rounded in every way. The first is to nearest."""
+    assert choice.weight is not None
     nearest, fitted = WeightCodes(loaded), FittedCodes(loaded, fisher)
-    ways: dict[str, WeightCodes] = {"nearest": nearest, "fitted": fitted}
-    for name, hessians, scales in (
+    ways: dict[str, WeightCodes] = {"nearest": nearest}
+    tried: list[tuple[str, Hessians, WeightCodes]] = [
         ("gptq", plain, nearest),
         ("gptq fisher", fisher, nearest),
-        ("gptq fisher fitted", fisher, fitted),
-    ):
+    ]
+    if choice.weight.granularity is Granularity.CHANNEL:  # no other scales are fitted
+        ways["fitted"] = fitted
+        tried.append(("gptq fisher fitted", fisher, fitted))
+    for name, hessians, scales in tried:
         start = time.perf_counter()
         made = compensated(loaded, choice, hessians, scales, damping)
         figures[f"{choice.name} {name} s"] = time.perf_counter() - start
@@ -182,7 +149,8 @@ def rounded(
         figures[f"{choice.name} {name} calibration_loss_ratio"] = left / whole
         ways[name] = CompensatedCodes(loaded, made)
     gains = [found.gain for found in fitted.found.values()]
-    figures[f"{choice.name} fitted_mean_gain"] = float(np.mean(gains)) if gains else 0.0
+    if gains:
+        figures[f"{choice.name} fitted_mean_gain"] = float(np.mean(gains))
     return ways
 
 
@@ -204,14 +172,13 @@ def compare(
     loaded: LoadedModel,
     truth: Truth,
     choice: Choice,
-    largest: Amaxes,
-    ways: Mapping[str, WeightCodes],
+    ways: Mapping[str, tuple[WeightCodes, Amaxes]],
 ) -> dict[str, float]:
     """Print KL on the held-out tokens, and the ratio to rounding to nearest."""
-    stack = Stack(dict.fromkeys(inside(loaded), choice))
+    stack = stack_of(loaded, choice)
     print(f"\n{choice.name}: KL in nats per token")
     figures, base = {}, None
-    for name, weights in ways.items():
+    for name, (weights, largest) in ways.items():
         kl = run_stack(loaded, truth, stack, largest, weights).kl
         base = kl if base is None else base
         low, high = interval(kl)

@@ -6,11 +6,9 @@ from optimizer.compensate import row_losses
 from optimizer.execute import WeightCodes
 from optimizer.formats import E4M3, FORMATS
 from optimizer.hessians import Hessians, key_of
-from optimizer.magnitudes import Magnitudes
 from optimizer.quantize import amax, fake_quantize, quantize, scale_from_amax
-from optimizer.scales import LEAST_GAIN, FittedCodes, input_scale, weight_scale
+from optimizer.scales import LEAST_GAIN, FittedCodes, weight_scale
 from optimizer.stack import Component, Granularity, Precision, Site
-from optimizer.statistics import magnitudes_of
 from tests.optimizer import tiny
 
 FP4 = FORMATS["fp4_e2m1"]  # 16 numbers: its range is what it lacks
@@ -53,40 +51,6 @@ def test_numbers_of_the_format_are_left_alone() -> None:
     found = weight_scale(weight, torch.ones(2, 1), FP4)
     assert found.ratio.tolist() == [[1.0], [1.0]]
     assert found.gain == 0.0
-
-
-def test_an_input_with_a_lone_outlier_is_clipped_in_four_bits() -> None:
-    # fp4's steps below 2 are a half: with an amax of 12 on its 6, that is one whole.
-    x = torch.cat([random(1 << 14), torch.tensor([12.0])])
-    scale = scale_from_amax(x.abs().amax(), FP4)
-    found = input_scale(magnitudes_of(x), scale, FP4)
-    assert float(found.ratio) < 1
-    assert torch.equal(found.scale, scale * found.ratio)
-    saved = 1 - squared(x, found.scale) / squared(x, scale)
-    assert found.gain == pytest.approx(saved, abs=0.1)  # expected from the histogram
-    assert found.gain > LEAST_GAIN
-
-
-def test_an_outlier_never_pays_in_e4m3() -> None:
-    # What a smaller scale can help lies below amax / (448 × 2^6): 2^-14.8 of it. A
-    # share of 1/6 of amax², which clipping costs, is 2^27 such squares.
-    x = torch.cat([random(1 << 14), torch.tensor([2.0**20])])
-    scale = scale_from_amax(x.abs().amax(), E4M3)
-    assert float(input_scale(magnitudes_of(x), scale, E4M3).ratio) == 1.0
-
-
-def test_normal_values_in_e4m3_gain_nothing() -> None:
-    x = random(1 << 14)
-    scale = scale_from_amax(x.abs().amax(), E4M3)
-    found = input_scale(magnitudes_of(x), scale, E4M3)
-    assert float(found.ratio) == 1.0
-    assert found.gain == 0.0
-    assert torch.equal(found.scale, scale)
-
-
-def test_an_input_that_never_came_keeps_its_scale() -> None:
-    found = input_scale(Magnitudes(), torch.ones(()), E4M3)
-    assert float(found.ratio) == 1.0
 
 
 def test_rows_find_scales_under_which_what_matters_is_exact() -> None:
