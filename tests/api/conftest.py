@@ -1,7 +1,7 @@
 """A model, a finished job and a problem: what the tests of the API share."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +118,14 @@ def jobs_in_database() -> int:
     """Count rows, of all tenants."""
     with reading() as session:
         return session.query(Job).count()
+
+
+@pytest.fixture
+def nothing_is_queued(
+    tiny: Path, client: TestClient, bells: list[str]
+) -> Iterator[None]:
+    """Whatever is sent: no job comes of it, and the service goes on."""
+    yield
+    assert jobs_in_database() == 0
+    assert bells == []
+    assert client.get("/livez").status_code == 200

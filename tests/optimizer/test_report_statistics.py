@@ -11,7 +11,7 @@ from optimizer.stack import Component, Role, Site
 from optimizer.statistics import Layout, SiteStats, bucket_of
 from tests.optimizer.example_document import example_document
 from tests.optimizer.numbers import normal
-from tests.optimizer.test_report import Page
+from tests.optimizer.page import Page
 
 Document = dict[str, Any]
 
