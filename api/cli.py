@@ -36,6 +36,10 @@ app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")
 app.add_typer(lookup.hardware, name="hardware")
 app.add_typer(operate.keys, name="keys")
+# A negative number is not an option.
+app.command("bits", context_settings={"ignore_unknown_options": True})(
+    lookup.look_at_bits
+)
 app.command()(operate.serve)
 app.command()(operate.demo)
 

@@ -1,4 +1,4 @@
-"""The endpoints of what there is: formats, models and datasets."""
+"""The endpoints of models and datasets."""
 
 import os
 import secrets
@@ -14,20 +14,10 @@ from api.routes import DB, Caller
 from api.schemas import NAME_PATTERN, ModelRequest
 from api.settings import settings
 from api.strict import StrictRoute
-from optimizer.abilities import FORMATS as NAMED
-from optimizer.formats import FORMATS
 
 JSONL = ("application/jsonl", "application/x-ndjson", "application/json-lines")
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["catalog"])
-
-
-@router.get("/formats")
-def list_formats(caller: Caller) -> dict[str, Any]:
-    """List the number formats; those that are `searchable` may be asked for."""
-    used = NAMED
-    rows = [views.number_format(f, f.name in used) for f in FORMATS.values()]
-    return views.whole_list(rows)
 
 
 @router.get("/models")

@@ -8,7 +8,6 @@ from pydantic import BaseModel
 
 from api.models import FINAL, Artifact, Dataset, Job, JobEvent, RegisteredModel, Status
 from optimizer.datasets import Distribution
-from optimizer.formats import Format
 
 Json = dict[str, Any]
 
@@ -176,21 +175,6 @@ def front(job_id: str, report: Json) -> Json:
         "job_id": job_id,
         "chosen": report["verdict"]["chosen"],
         "data": report["front"],
-    }
-
-
-def number_format(found: Format, searchable: bool) -> Json:
-    """Return a format; `searchable`: a request may name it in `search.formats`."""
-    return {
-        "id": found.name,
-        "object": "format",
-        "bits": found.bits,
-        "exponent_bits": found.exponent_bits,
-        "mantissa_bits": found.mantissa_bits,
-        "max": found.max,
-        "smallest_normal": found.smallest_normal,
-        "smallest_subnormal": found.smallest_subnormal,
-        "searchable": searchable,
     }
 
 

@@ -1,4 +1,4 @@
-"""What there is: hardware, formats, models and datasets."""
+"""What there is: models and datasets."""
 
 import time
 from pathlib import Path
@@ -9,21 +9,10 @@ from fastapi.testclient import TestClient
 
 from api import auth, catalog, db
 from optimizer.datasets import DISTRIBUTIONS
-from optimizer.formats import FORMATS
 from tests.api.conftest import BODY, Refused, write_model
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n{"messages": [{"role": "user", "content": "3"}]}\n'
 JSONL = {"Content-Type": "application/x-ndjson"}
-
-
-def test_formats_say_which_may_be_asked_for(client: TestClient) -> None:
-    listed = client.get("/v1/formats").json()["data"]
-    assert [f["id"] for f in listed] == list(FORMATS)
-    searchable = {f["id"] for f in listed if f["searchable"]}
-    usual = {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"}
-    assert searchable == usual | {"fp6_e3m2", "fp4_e2m1", "int8", "int4"}  # on request
-    e4m3 = next(f for f in listed if f["id"] == "fp8_e4m3")
-    assert (e4m3["bits"], e4m3["max"]) == (8, 448.0)
 
 
 def test_folders_are_registered_for_everybody_at_the_start(

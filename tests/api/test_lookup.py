@@ -102,3 +102,50 @@ def test_an_unknown_device_exits_1(precision: Run) -> None:
     code, _, err = precision("hardware", "show", "h1000")
     assert code == 1
     assert "'h1000'" in err
+
+
+# -- bits: no service is asked ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("0.1", "--format", "bf16"), "0 01111011 1001101 0x3DCD normal"),
+        (("0.1", "--format", "bf16"), "error +9.765625e-05, relative +0.000977"),
+        (("-1e9", "--format", "fp8_e4m3"), "beyond the largest number, saturated"),
+        (("-1e9", "--format", "fp8_e4m3"), "below none"),
+        (("1e-9", "--format", "fp4_e2m1"), "flushed to zero"),
+        (("0", "--format", "bf16"), "error +0"),
+        (("inf", "--format", "fp16"), "stored infinite"),
+        (("-0.1",), "bf16 1 01111011 1001101 -0.10009765625 +0.000977"),
+        (("1e9",), "448 (overflow)"),
+        (("nan",), "fp8_e4m3 0 1111 111 nan"),
+    ],
+)
+def test_bits_are_shown(precision: Run, arguments: tuple[str, ...], said: str) -> None:
+    code, out, _ = precision("bits", *arguments)
+    assert code == 0
+    assert said in " ".join(out.split())
+
+
+def test_bits_are_json_too(precision: Run) -> None:
+    one = json.loads(precision("bits", "0.1", "--format", "bf16", "--json")[1])
+    assert one["code"] == "0x3DCD"
+    every = json.loads(precision("bits", "0.1", "--json")[1])
+    assert one in every
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("0x39", "--format", "bf16"), "is not a decimal number"),
+        (("1", "--format", "bf61"), "did you mean bf16"),
+        (("nan", "--format", "int8"), "int8 has no code for NaN"),
+    ],
+)
+def test_bits_of_nothing_are_a_usage_error(
+    precision: Run, arguments: tuple[str, ...], said: str
+) -> None:
+    code, _, err = precision("bits", *arguments)
+    assert code == 2
+    assert said in err
