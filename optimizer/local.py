@@ -2,7 +2,7 @@
 
 Every distinct (shape, choice) of the model is run and timed at the workload's
 decode step and prefill. What comes out is a sum of measured kernels, not a run of
-the whole model.
+the whole model: that is `local_prices`, where the model can be run.
 """
 
 import platform
@@ -19,14 +19,16 @@ from torch.nn import functional
 from optimizer.cost import SiteCost, site_cost
 from optimizer.formats import E4M3
 from optimizer.hardware import LOCAL, Device
-from optimizer.quantize import from_codes, to_codes
+from optimizer.kernels import Basis
+from optimizer.native import widened
+from optimizer.quantize import to_codes
 from optimizer.spec import Workload
 from optimizer.stack import LINEAR, Choice, Component, ModelShape, SiteShape
 
 REPEATS = 5
-LONG_S = 0.25  # a call that takes longer is timed once: this is a survey
+LONG_S = 0.25  # a call that takes longer is timed once, after the one that warms up
 PEAK_SIDE = {"fp32": 1024, "bf16": 256}  # small in bf16: some CPUs take 1000× longer
-STREAM_BYTES = 1 << 28  # far beyond any cache
+STREAM_BYTES = 1 << 27  # far beyond any cache
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 CostOf = Callable[[SiteShape, Choice], SiteCost]
@@ -36,10 +38,21 @@ Op = Callable[[], Tensor]
 @torch.no_grad()
 def seconds(op: Op) -> float:
     """Return the median time of a call, after one that warms up."""
+    return statistics.median(_times(op))
+
+
+def _times(op: Op) -> list[float]:
+    _once(op)  # compiles kernels, and touches memory for the first time
     first = _once(op)
     if first > LONG_S:
-        return first
-    return statistics.median(_once(op) for _ in range(REPEATS))
+        return [first]
+    return [first, *(_once(op) for _ in range(REPEATS - 1))]
+
+
+@torch.no_grad()
+def _least_s(op: Op) -> float:
+    """Return the shortest time of a call: what other work on the machine did not slow."""
+    return min(_times(op))
 
 
 def _once(op: Op) -> float:
@@ -53,9 +66,9 @@ def device() -> Device:
     peaks = {}
     for fmt, side in PEAK_SIDE.items():
         a = torch.ones(side, side, dtype=DTYPES[fmt])
-        peaks[fmt] = 2 * side**3 / seconds(lambda a=a: a @ a)  # type: ignore[misc]
-    stream = torch.zeros(STREAM_BYTES, dtype=torch.uint8)
-    bandwidth = 2 * STREAM_BYTES / seconds(stream.clone)  # read and written
+        peaks[fmt] = 2 * side**3 / _least_s(lambda a=a: a @ a)  # type: ignore[misc]
+    here, there = torch.ones(2, STREAM_BYTES, dtype=torch.uint8)
+    bandwidth = 2 * STREAM_BYTES / _least_s(lambda: there.copy_(here))  # in and out
     return Device(
         id=LOCAL,
         name=f"this machine: {platform.machine()} CPU, {torch.get_num_threads()} threads",
@@ -80,7 +93,12 @@ def measured(model: ModelShape, local: Device, workload: Workload) -> CostOf:
             known[key] = _both(model, shape, choice, workload)
         per_token_s, first_token_s = known[key]
         return SiteCost(
-            per_token_s, first_token_s, bytes_of.weight_bytes, bytes_of.kv_bytes
+            per_token_s,
+            first_token_s,
+            bytes_of.weight_bytes,
+            bytes_of.kv_bytes,
+            basis=Basis.MEASURED,
+            first_basis=Basis.MEASURED,
         )
 
     return cost_of
@@ -125,10 +143,10 @@ def _op(
 
 
 def _linear(shape: SiteShape, choice: Choice, rows: int, dtype: torch.dtype) -> Op:
-    if choice.weight_only:  # no FP8 unit here: widened to fp32 at every use
+    if choice.weight_only:  # no FP8 unit here: widened at every use
         codes = torch.zeros(shape.n, shape.k, dtype=torch.uint8)
-        x32 = torch.zeros(rows, shape.k)
-        return lambda: functional.linear(x32, from_codes(codes, E4M3))
+        x16 = torch.zeros(rows, shape.k, dtype=torch.bfloat16)
+        return lambda: functional.linear(x16, widened(codes))
     x = torch.zeros(rows, shape.k, dtype=dtype)
     weight = torch.zeros(shape.n, shape.k, dtype=dtype)
     return lambda: functional.linear(x, weight)
@@ -138,7 +156,7 @@ def _embedding(model: ModelShape, choice: Choice, rows: int, dtype: torch.dtype)
     ids = torch.zeros(rows, dtype=torch.long)
     if choice.is_fp8:
         codes = to_codes(torch.zeros(model.vocab, model.hidden), E4M3)
-        return lambda: from_codes(codes[ids], E4M3)
+        return lambda: widened(codes[ids])
     table = torch.zeros(model.vocab, model.hidden, dtype=dtype)
     return lambda: functional.embedding(ids, table)
 

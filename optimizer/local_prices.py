@@ -4,6 +4,7 @@ A site's price is its share of a decode step and of a prefill in which all other
 ran as well, so that prices add up to what the whole took.
 """
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,18 @@ from optimizer import local
 from optimizer.cost import SiteCost, site_cost
 from optimizer.errors import HardwareError
 from optimizer.hardware import Device
-from optimizer.local_run import Key, Spent, Times, Told, opened, profiled, run, silent
+from optimizer.kernels import Basis
+from optimizer.local_run import (
+    Key,
+    Spent,
+    Times,
+    Told,
+    opened,
+    profiled,
+    run,
+    silent,
+    spread,
+)
 from optimizer.native import Native
 from optimizer.spec import Workload
 from optimizer.stack import (
@@ -40,6 +52,9 @@ class Prices:
 
     sites: Mapping[tuple[Kind, str], float]  # by kind and choice
     rest: Mapping[str, float]  # by the last norm's choice
+    error: float = (
+        math.nan
+    )  # the runs' spread from quartile to quartile, over the median
 
     def of(self, shape: SiteShape, choice: Choice) -> float | None:
         """Return what a site adds at a choice; None: it was not run.
@@ -71,6 +86,7 @@ def prices(
     """
     found: dict[tuple[Kind, str], float] = {}
     rest: dict[str, float] = {}
+    spreads: list[float] = []
     for stack, steps, parts in runs:
         if not steps:
             continue  # too long to be run
@@ -85,8 +101,9 @@ def prices(
         old = sum(found[key] for _, key in keys if key in found)
         factor = (whole - old - rest[last]) / new if last in rest else 1.0
         rest.setdefault(last, whole - old - new)
+        spreads.append(spread(steps))
         found = {**{key: factor * seconds for key, seconds in own.items()}, **found}
-    return Prices(found, rest)
+    return Prices(found, rest, max(spreads, default=math.nan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +142,15 @@ def costs(
             other = alone(shape, choice)
             decode_s = other.per_token_s if decode_s is None else decode_s
             prefill_s = other.first_token_s if prefill_s is None else prefill_s
-        base = site_cost(shape, choice, device, workload, model)
-        return replace(base, per_token_s=decode_s, first_token_s=prefill_s)
+        return replace(
+            site_cost(shape, choice, device, workload, model),
+            per_token_s=decode_s,
+            first_token_s=prefill_s,
+            basis=Basis.MEASURED,
+            error=own.decode.error,
+            first_basis=Basis.MEASURED,
+            first_error=own.prefill.error,
+        )
 
     return cost_of
 

@@ -87,16 +87,23 @@ class Times:
 
     def measured(self) -> Measured:
         """Return the medians, and how far apart the steps were."""
-        low, middle, high = statistics.quantiles(self.decode, n=4, method="inclusive")
         return Measured(
-            per_token_s=middle,
+            per_token_s=statistics.median(self.decode),
             first_token_s=statistics.median(self.prefill) if self.prefill else None,
-            spread=(high - low) / middle,
+            spread=spread(self.decode),
             steps=len(self.decode),
             engine=ENGINE,
             version=str(torch.__version__),
             threads=torch.get_num_threads(),
         )
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Return the distance from quartile to quartile, over the median; 0 of one alone."""
+    if len(seconds) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / middle
 
 
 def opened(folder: Path) -> Native:

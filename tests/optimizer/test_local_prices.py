@@ -58,6 +58,7 @@ def test_what_sites_do_not_explain_goes_with_the_last_norm() -> None:
     assert found.of(matrix, choice_named(MATRIX.component, "bf16")) == 4.0
     assert found.of(norm, choice_named(LAST_NORM.component, "bf16")) == 1.0 + 6.0
     assert found.of(matrix, choice_named(MATRIX.component, "fp32")) is None
+    assert found.error == pytest.approx(1 / 11)  # quartiles at 10.5 and 11.5
 
 
 def test_a_later_run_prices_what_is_new_so_that_the_sum_is_what_it_took() -> None:
@@ -102,6 +103,7 @@ def test_what_a_profile_lacks_is_run_alone(model: Native) -> None:
     assert cost.first_token_s not in (0.0, 0.25)
     cost = costs(model.shape, device, SHORT, Profile(known, known))(shape, bf16)
     assert cost.first_token_s == 0.25
+    assert cost.basis == cost.first_basis == "measured"
 
 
 def test_a_model_that_memory_holds_in_one_precision_only_is_summed_and_says_so(
