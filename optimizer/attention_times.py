@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Self
 
 import numpy as np
@@ -73,6 +74,22 @@ class Section:
         total = sum(r.seconds * w for r, (_, w) in zip(known, shares, strict=True))
         return Reading(total, math.hypot(error, max(r.error for r in known)))
 
+    def folded(
+        self, heads: int, kv_heads: int, batch: int, tokens: int
+    ) -> Reading | None:
+        """Return the time of as many sequences more as there are heads fewer.
+
+        To an attention kernel two sequences of 8 KV heads are one of 16: as many tiles.
+        The error is what that misses where both were measured.
+        """
+        for n in range(2, kv_heads + 1):
+            if heads % n == kv_heads % n == 0:
+                found = self.at(heads // n, kv_heads // n, batch * n, tokens)
+                error = _fold_error(self)
+                if found is not None and not math.isnan(error):
+                    return Reading(found.seconds, math.hypot(found.error, error))
+        return None
+
     def leave_one_out(self) -> NDArray[np.float64]:
         """Return the relative errors along every axis, pairs included."""
         inner = [g.leave_one_out(i) for g in self.grids.values() for i in (0, 1)]
@@ -118,6 +135,21 @@ def _between(grids: Mapping[Pair, Grid], lines: Lines) -> NDArray[np.float64]:
             whole = Grid((tuple(p[0] for p in line), *first.axes), stack)
             found.append(whole.leave_one_out(0))
     return np.concatenate(found) if found else np.empty(0)
+
+
+@cache
+def _fold_error(section: Section) -> float:
+    """Return the median error of folding two into one, over all that were measured."""
+    found = []
+    for (heads, kv_heads), halved in section.grids.items():
+        whole = section.grids.get((2 * heads, 2 * kv_heads))
+        if whole is not None:
+            batches = halved.axes[0]
+            once = [i for i, b in enumerate(batches) if 2 * b in batches]
+            twice = [batches.index(2 * batches[i]) for i in once]
+            found.append(halved.seconds[twice] / whole.seconds[once] - 1)
+    errors = np.concatenate([np.empty(0), *(f.ravel() for f in found)])
+    return median_error(errors[~np.isnan(errors)])
 
 
 def _on(line: Sequence[Pair], heads: int) -> Shares:

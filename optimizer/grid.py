@@ -70,15 +70,25 @@ class Grid:
     def leave_one_out(self, axis: int) -> NDArray[np.float64]:
         """Return (predicted - measured) / measured of each point between two others.
 
-        The neighbors along `axis` predict it: their gap is twice the usual one, so a
-        reading is nearer than this.
+        Its neighbors along `axis` predict it, over gaps as in a reading: they are two
+        steps apart, so a reading is nearer than this.
         """
         x = np.asarray(self.axes[axis], dtype=np.float64)
-        y = np.moveaxis(self.seconds, axis, -1)
-        upper = (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
-        predicted = y[..., :-2] * (1 - upper) + y[..., 2:] * upper
-        errors = predicted / y[..., 1:-1] - 1
-        return errors[~np.isnan(errors)]
+        lines = np.moveaxis(self.seconds, axis, -1).reshape(-1, len(x))
+        known = ~np.isnan(lines)
+        patterns, of = np.unique(known, axis=0, return_inverse=True)
+        errors = [
+            _line_errors(x[pattern], lines[of == i][:, pattern]).ravel()
+            for i, pattern in enumerate(patterns)
+        ]
+        return np.concatenate(errors)
+
+
+def _line_errors(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the errors of the inner points of lines × points."""
+    upper = (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
+    predicted = y[:, :-2] * (1 - upper) + y[:, 2:] * upper
+    return predicted / y[:, 1:-1] - 1
 
 
 def grid(

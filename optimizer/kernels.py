@@ -2,147 +2,49 @@
 
 `tables("h100")` reads what was timed of vLLM's kernels on an H100: GEMMs, attention over
 a prompt and over a cache, the pass that narrows activations to FP8, the all-reduce of
-tensor parallelism. The figures are `aiconfigurator-core`'s (see data/kernels/NOTICE and
-`workers/kernel_tables.py`, which says what each of its names means here); a worker's own
-measurements read the same way, through `from_profile`.
+tensor parallelism. The figures are `aiconfigurator-core`'s (data/kernels/NOTICE;
+`workers/kernel_source.py` says what its names are here). A worker's own measurements
+read the same way, through `from_profile`.
 
-A reading is exact where a shape was measured, linear between shapes that were, and None
-elsewhere: nothing is extrapolated without being asked for by another name.
+What a time covers, by the origin of the shipped tables:
 
-What a time covers, by the tables' origin:
-
-gemm "bf16"         the product alone, weights too many for the cache
-gemm "fp8"          the product and the pass that narrows its input, scale by token found
-                    on the way: the layer as an engine runs it. `quantize` says what
-                    part of it a scale known beforehand saves
+gemm "bf16"         the product alone, of several weights in turn
+gemm "fp8"          the same and the pass that narrows its input, whose scale is found on
+                    the way: for each token in vLLM, for the tensor in TensorRT-LLM.
+                    `quantize`, dynamic less static, is what a known scale saves
 gemm "fp8_block"    the same with a scale for 128 inputs and for 128×128 weights
-gemm "nvfp4"        four-bit weights and inputs, a scale for 16
+gemm "nvfp4"        four-bit weights and inputs, a scale for 16; vLLM's of one weight, so
+                    that a small one may lie in the cache
+gemm "int8"         SmoothQuant's eight bits; "int8_wo", "int4_wo": weight-only
 context_attention   a prompt's, causal, in one kernel; K and V of `kv_fmt` are stored,
-                    products are in bf16 unless the engine multiplies FP8 caches as such
-generation_attention  one new token for each sequence against `context` cached ones
+                    the products are in 16 bits
+generation_attention  one new token of each sequence against a context that includes it
+quantize            bf16 to e4m3, input and output where the kernel before left them
+all_reduce          the engine's own, within a node, with CUDA graphs
+
+Head sizes are never mixed: 96 is another kernel than 64 or 128. Fp16 was not timed.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from optimizer.attention_times import Section
+from optimizer.errors import HardwareError
 from optimizer.four_digits import decode
-from optimizer.grid import Grid, Reading
-
-Window = int | None  # tokens that attention looks back on; None: all of them
-Layout = tuple[str, int, int]  # cache format, head size, window (0: none)
-
-
-class Basis(StrEnum):
-    """Where a latency comes from (README, "What the figures mean")."""
-
-    MEASURED = "measured"
-    KERNELS = "kernels"
-    ROOFLINE = "roofline"
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of a kernel."""
-
-    seconds: float
-    error: float  # relative; leave-one-out of the axes read between points; 0 at one
-    inside_grid: bool = True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tables:
-    """What was measured of one engine on one device."""
-
-    device: str  # an id of the catalogue
-    engine: str
-    version: str  # of the engine
-    basis: Basis
-    origin: str  # who measured it
-    facts: Mapping[str, Any] = field(default_factory=dict)  # license, driver, date, …
-    gemms: Mapping[str, Grid] = field(default_factory=dict)  # m × n × k, by format
-    context: Mapping[Layout, Section] = field(default_factory=dict)
-    generation: Mapping[Layout, Section] = field(default_factory=dict)
-    casts: Mapping[str, Grid] = field(default_factory=dict)  # rows × columns
-    reductions: Mapping[int, Grid] = field(default_factory=dict)  # bytes, by GPUs
-
-    def gemm(self, fmt: str, m: int, n: int, k: int) -> Timing | None:
-        """Return the time of m × k times k × n in `fmt`, by the tables' own names."""
-        found = self.gemms.get(fmt)
-        return _timing(found.at(m, n, k) if found else None)
-
-    def context_attention(
-        self,
-        kv_fmt: str,
-        batch: int,
-        tokens: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        window: Window = None,
-    ) -> Timing | None:
-        """Return the time of causal attention over `tokens` of each sequence."""
-        found = _section(self.context, kv_fmt, head_dim, window, tokens)
-        return _timing(found.at(heads, kv_heads, batch, tokens) if found else None)
-
-    def generation_attention(
-        self,
-        kv_fmt: str,
-        batch: int,
-        context: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        window: Window = None,
-    ) -> Timing | None:
-        """Return the time of one token's attention to a context that includes it."""
-        found = _section(self.generation, kv_fmt, head_dim, window, context)
-        return _timing(found.at(heads, kv_heads, batch, context) if found else None)
-
-    def quantize(
-        self, rows: int, columns: int, *, dynamic: bool = False
-    ) -> Timing | None:
-        """Return the time from bf16 to FP8, the scale known or (dynamic) to be found."""
-        found = self.casts.get("dynamic" if dynamic else "static")
-        return _timing(found.at(rows, columns) if found else None)
-
-    def all_reduce(self, gpus: int, bytes_: int) -> Timing | None:
-        """Return the time to sum a tensor of `bytes_` over GPUs that each hold one."""
-        found = self.reductions.get(gpus)
-        return _timing(found.at(bytes_) if found else None)
-
-    def leave_one_out(self, op: str, fmt: str) -> NDArray[np.float64]:
-        """Return (predicted - measured) / measured of every point from its neighbors.
-
-        `op` is a method's name, `fmt` the format that it takes: that of the cache for
-        attention, "static" or "dynamic" for quantize, the number of GPUs for
-        all_reduce. Empty where nothing was measured. The neighbors of a point are two
-        gaps apart, so the readings of `op` are nearer than this.
-        """
-        if op in ("context_attention", "generation_attention"):
-            kept = self.context if op == "context_attention" else self.generation
-            parts = [
-                s.leave_one_out() for layout, s in kept.items() if layout[0] == fmt
-            ]
-        else:
-            grids: Mapping[str, Grid] = {
-                "gemm": self.gemms,
-                "quantize": self.casts,
-                "all_reduce": {str(n): g for n, g in self.reductions.items()},
-            }[op]
-            found = grids.get(fmt)
-            axes = range(len(found.axes)) if found else ()
-            parts = [found.leave_one_out(i) for i in axes] if found else []
-        return np.concatenate([np.empty(0), *parts])
+from optimizer.grid import Grid
+from optimizer.kernel_tables import (
+    Basis as Basis,
+    Layout,
+    Tables as Tables,
+    Timing as Timing,
+)
+from optimizer.profile_rows import ROW_KINDS, tables_of_rows
 
 
 @cache
@@ -196,13 +98,37 @@ def _unpack(archive: Mapping[str, Any]) -> Tables:
     )
 
 
-def _section(
-    kept: Mapping[Layout, Section], fmt: str, head_dim: int, window: Window, seen: int
-) -> Section | None:
-    """Return the times of a layout. A window as long as what is seen is none."""
-    reach = 0 if window is None or window >= seen else window
-    return kept.get((fmt, head_dim, reach))
+def from_profile(profile: Mapping[str, Any]) -> Tables:
+    """Return the tables of what a worker measured on its own device.
 
+    The profile is JSON, whose lists may be missing or empty:
 
-def _timing(reading: Reading | None) -> Timing | None:
-    return None if reading is None else Timing(reading.seconds, reading.error)
+        {"schema": 1, "device": "h100", "engine": "vllm", "engine_version": "0.24.0",
+         "driver": "…", "versions": {…}, "measured_at": "2026-12-01T12:00:00Z",
+         "gemm": [{"fmt": "bf16", "m": 1, "n": 4096, "k": 4096,
+                   "seconds": 1.5e-5, "spread": 0.02}],
+         "context_attention": [{"kv_fmt": "bf16", "batch": 1, "tokens": 512, "heads": 32,
+                                "kv_heads": 8, "head_dim": 128, "window": null, …}],
+         "generation_attention": [{…, "context": 512, …}],
+         "quantize": [{"rows": 1, "columns": 4096, "dynamic": false, …}],
+         "all_reduce": [{"gpus": 2, "bytes": 8192, …}]}
+
+    `spread` is that of the repeats over their median; it is the error of a reading at the
+    point. Of rows that say the same the last counts. What else the profile says is kept
+    as facts. Raises HardwareError for another schema, for a row that lacks a field, and
+    for a time that is not above zero.
+    """
+    if profile.get("schema") != 1:
+        raise HardwareError(f"a profile of schema {profile.get('schema')!r}, not 1")
+    try:
+        return Tables(
+            device=profile["device"],
+            engine=profile["engine"],
+            version=profile["engine_version"],
+            basis=Basis.MEASURED,
+            origin=f"measured at {profile['measured_at']}",
+            facts={k: v for k, v in profile.items() if k not in ROW_KINDS},
+            **tables_of_rows(profile),
+        )
+    except KeyError as missing:
+        raise HardwareError(f"a profile without {missing}") from missing

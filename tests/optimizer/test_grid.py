@@ -32,6 +32,13 @@ def test_the_error_is_what_the_middle_point_misses_when_its_neighbors_predict_it
     assert reading.error == pytest.approx(1 / 6)
 
 
+def test_a_gap_is_left_out_of_a_line_too():
+    # 20 was not measured: 10 is told from 0 and 40, as the chord from 2 to 6.
+    seconds = np.array([[2.0, 4.0, NAN, 6.0], [NAN, NAN, 1.0, 2.0]])
+    known = Grid(((0, 1), (0, 10, 20, 40)), seconds)
+    assert known.leave_one_out(1).tolist() == pytest.approx([-0.25])
+
+
 def test_an_uneven_gap_weighs_the_nearer_point_more():
     # At 10, between 0 and 40, the chord from 2 to 6 is at 3; measured were 4.
     known = grid([[0, 10, 40]], np.array([2.0, 4.0, 6.0]))
