@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optimizer.compensate import CompensatedCodes, Key, Rounded, compensate
-from optimizer.execute import Amaxes, Reference, WeightCodes
+from optimizer.execute import Amaxes, WeightCodes
 from optimizer.formats import FORMATS
 from optimizer.hessians import FisherHessians, key_of
 from optimizer.model import LoadedModel
@@ -102,7 +102,7 @@ class _Recoding(Sweep):
 
     def linear(self, part: LinearPart, x: Tensor) -> Tensor:
         """Run in fp32; see the input when the gradient of the output comes back."""
-        y = Reference.linear(self, part, x)
+        y = super().linear(part, x)
         if self._fisher.wants(part):
             rows = x.detach()
             y.register_hook(lambda g: self._fisher.weigh(part, rows, g))
@@ -133,6 +133,7 @@ class _Recoding(Sweep):
             if bool((ratio != 1).any()):
                 self.ratios[place] = ratio
         self._costs.clear()
+        super().leave(stage)
 
 
 def rounded_sites(stack: Stack) -> dict[Site, Precision]:
