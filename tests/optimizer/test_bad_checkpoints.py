@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from optimizer.checkpoint import check_values, inspect
 from optimizer.errors import ModelError, NonFiniteError, OptimizerError
@@ -23,29 +22,16 @@ from optimizer.quantize import amax, from_codes, quantize, scale_from_amax, to_c
 from optimizer.stack import Granularity
 from optimizer.stream import stream
 from tests.optimizer import tiny
+from tests.optimizer.changed import DOWN, Weights, change_config, change_weights
 from tests.service import tiny_model
 
-Weights = dict[str, Tensor]
 Road = Callable[[Path], LoadedModel]
 ROADS = pytest.mark.parametrize("road", [load, stream], ids=["load", "stream"])
-DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tiny_model(tmp_path / "tiny")
-
-
-def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    change(weights)
-    save_file(weights, file, metadata={"format": "pt"})
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 # --- FP8 already (case C11) ---------------------------------------------------------

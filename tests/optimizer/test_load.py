@@ -1,38 +1,22 @@
 """A model folder becomes a model, or an error that names what is wrong with it."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from optimizer.errors import ModelError, NonFiniteError
 from optimizer.model import load
+from tests.optimizer.changed import DOWN, Weights, change_config, change_weights
 from tests.service import tiny_model
-
-Weights = dict[str, Tensor]
-DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tiny_model(tmp_path / "tiny")
-
-
-def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    change(weights)
-    save_file(weights, file, metadata={"format": "pt"})
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def test_what_is_loaded_is_what_is_stored(folder: Path) -> None:
