@@ -95,7 +95,7 @@ class _Recoding(Sweep):
         self._fisher = FisherHessians(self._all)
         self._fitted = FittedCodes(model, self._fisher)
         self._static = static_places(stack, amaxes)
-        self._wanted = {place: [p] for place, p in self._static.items()}
+        self._wanted = {place: (p,) for place, p in self._static.items()}
         self._costs: dict[Place, Costs] = {}  # of the stage that runs
         self.made: dict[Key, Rounded] = {}
         self.ratios: dict[Place, Tensor] = {}
