@@ -1,10 +1,12 @@
 from itertools import product
 
+import numpy as np
 import pytest
 
 from optimizer.catalogue import FP8_RATIO
 from optimizer.errors import HardwareError
 from optimizer.hardware import DEVICES, Device, closest, device, utilization
+from optimizer.kernels import tables
 from optimizer.rules import refusals
 from optimizer.spec import ENGINES, SWEPT_FORMATS
 from optimizer.stack import (
@@ -380,3 +382,25 @@ def test_every_site_keeps_a_sixteen_bit_choice(found: Device) -> None:
 def test_whole_model_sites_are_answered_too() -> None:
     head = SiteShape(Site(WHOLE_MODEL, Component.LM_HEAD), n=32000, k=4096)
     assert None in refusals(device("h100"), "any", head, ALL).values()
+
+
+# What the tables of measured kernels call the formats whose rates the catalogue has.
+TIMED = {"bf16": "bf16", "fp8": "fp8", "nvfp4": "fp4_e2m1", "int8": "int8"}
+
+
+@pytest.mark.parametrize("name", ["a100", "l40s", "h100", "h200", "b200", "gb200"])
+@pytest.mark.parametrize("engine", ["vllm", "trtllm"])
+def test_no_measured_kernel_is_faster_than_the_peak(name: str, engine: str) -> None:
+    measured = tables(name, engine)
+    assert measured is not None
+    for fmt, grid in measured.gemms.items():
+        if TIMED.get(fmt) not in device(name).peak_flops:
+            continue
+        m, n, k = np.meshgrid(*grid.axes, indexing="ij")
+        flops = 2.0 * m * n * k
+        best = np.nanargmax(flops / grid.seconds)
+        share = utilization(
+            device(name), TIMED[fmt], float(flops.flat[best]), grid.seconds.flat[best]
+        )
+        # Were the peak a sparse one, the fastest bf16 kernel would reach half at most.
+        assert share > (0.75 if fmt == "bf16" else 0.5), fmt
