@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from api import console, lookup, operate
+from api import console, lookup, measure, operate
 from api.client import Client, ClientError
 from api.operate import DataDir, OperateError
 from api.options import AsJson, Key, Url, connect, dumps, emit
@@ -36,6 +36,7 @@ app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")
 app.add_typer(lookup.hardware, name="hardware")
 app.add_typer(operate.keys, name="keys")
+lookup.hardware.command("profile")(measure.profile)
 # A negative number is not an option.
 app.command("bits", context_settings={"ignore_unknown_options": True})(
     lookup.look_at_bits

@@ -44,7 +44,11 @@ def create_app() -> Celery:
     """Return the application; the database decides on retries, not the broker."""
     for package in (celery, kombu):
         require(package.__name__, package.__version__)
-    app = Celery("precision", broker=settings().broker_url, include=["workers.tasks"])
+    app = Celery(
+        "precision",
+        broker=settings().broker_url,
+        include=["workers.tasks", "workers.profiles"],
+    )
     longest_s = int(settings().run_limit_s)
     app.conf.update(
         task_serializer="json",
