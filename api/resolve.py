@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sqlalchemy.orm import Session
 
@@ -24,36 +24,65 @@ from optimizer.spec import (
 )
 
 
-def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> OptimizeSpec:
-    """Return the request with every name resolved. Raises Invalid naming the field."""
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A request with every name looked up but the model's, which may mean reading it."""
+
+    task: str
+    hardware: str  # an id of the catalog, or `local`
+    formats: tuple[str, ...]
+    engine: str
+    workload: Workload
+    latency_sla: LatencySla
+    rounding: str
+    data_distribution: str
+    dataset_path: str | None  # None: built in
+
+
+def names(session: Session, tenant_id: str, request: OptimizeRequest) -> Named:
+    """Return the request with every name but the model's. Raises Invalid."""
     task = _known("/task", "task", request.task.type, TASKS)
     hardware = hardware_id(request.hardware.id)
     formats, engine = _search(request, hardware)
     name, data_path = _data(session, tenant_id, request.data_distribution)
+    sla, rounding = request.latency_sla, request.search.rounding
+    return Named(
+        task=task,
+        hardware=hardware,
+        formats=formats,
+        engine=engine,
+        workload=_workload(request.workload, task),
+        latency_sla=LatencySla(**sla.model_dump()) if sla else LatencySla(),
+        rounding=_known("/search/rounding", "rounding", rounding, ROUNDINGS),
+        data_distribution=name,
+        dataset_path=data_path,
+    )
+
+
+def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> OptimizeSpec:
+    """Return the request with every name resolved. Raises Invalid naming the field."""
+    named = names(session, tenant_id, request)
     model = _model(session, tenant_id, request.model)  # last: it may read files
-    sequence_tokens = request.data_distribution.sequence_tokens
-    catalog.require_sequences(model, sequence_tokens, "/data_distribution")
-    sla = request.latency_sla
+    data = request.data_distribution
+    catalog.require_sequences(model, data.sequence_tokens, "/data_distribution")
     return OptimizeSpec(
         model=model.name,
         model_path=str(model.path),
         model_sha256=model.sha256,
-        hardware=hardware,
-        latency_sla=LatencySla(**sla.model_dump()) if sla else LatencySla(),
-        workload=_workload(request.workload, task),
-        task=task,
-        data_distribution=name,
-        dataset_path=data_path,
-        formats=formats,
-        engine=engine,
-        rounding=_known(
-            "/search/rounding", "rounding", request.search.rounding, ROUNDINGS
-        ),
-        calibration_tokens=request.data_distribution.calibration_tokens,
-        validation_tokens=request.data_distribution.validation_tokens,
-        sequence_tokens=sequence_tokens,
+        hardware=named.hardware,
+        latency_sla=named.latency_sla,
+        workload=named.workload,
+        task=named.task,
+        data_distribution=named.data_distribution,
+        dataset_path=named.dataset_path,
+        formats=named.formats,
+        engine=named.engine,
+        rounding=named.rounding,
+        calibration_tokens=data.calibration_tokens,
+        validation_tokens=data.validation_tokens,
+        sequence_tokens=data.sequence_tokens,
         max_memory_bytes=request.max_memory_bytes,
-        seed=request.data_distribution.seed,
+        seed=data.seed,
     )
 
 
