@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optimizer import casts, document, local_prices, local_run, plan
+from optimizer import casts, document, local_prices, local_run, plan, profiled
 from optimizer.casts import Casts
 from optimizer.checkpoint import inspect
 from optimizer.choose import Chooser, CostOf, allowed, candidates, modelled, tabulate
@@ -15,6 +15,7 @@ from optimizer.execute import Amaxes
 from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
 from optimizer.hybrid import doubtful, settled
+from optimizer.kernels import Tables
 from optimizer.one_pass import casts_of_pass, generates, of_pass
 from optimizer.pieces import Memory, Pieces
 from optimizer.plan import Settled
@@ -66,11 +67,15 @@ class _Meter:
 
 
 def optimize(
-    spec: OptimizeSpec, progress: Progress, pieces: Pieces | None = None
+    spec: OptimizeSpec,
+    progress: Progress,
+    pieces: Pieces | None = None,
+    profile: Tables | None = None,
 ) -> dict[str, Any]:
     """Find the stack that loses least within the targets, and the evidence for it.
 
-    `pieces` keeps what was computed, and may have others compute some of it.
+    `pieces` keeps what was computed, and may have others compute some of it; `profile`
+    is what was measured on the device that the request names.
     Raises ModelError, DatasetError, HardwareError or NonFiniteError before the first
     pass where the request cannot be served, and whatever `progress` raises.
     """
@@ -78,7 +83,7 @@ def optimize(
     meter.enter("load")
     work = Work(spec, pieces or Memory(), meter.at, on_layer=meter.tick)
     shape = work.opened()
-    target, basis, cost_of, pairs = _target(spec, shape, meter.tick)
+    target, basis, cost_of, pairs = _target(spec, shape, meter.tick, profile)
     if not generates(shape):
         cost_of, pairs = of_pass(cost_of), casts_of_pass(pairs)
 
@@ -194,13 +199,20 @@ def _rounding(work: Work, stack: Stack, nearest: Quality) -> tuple[Rounding, Qua
 
 
 def _target(
-    spec: OptimizeSpec, shape: ModelShape, told: local_run.Told
+    spec: OptimizeSpec,
+    shape: ModelShape,
+    told: local_run.Told,
+    profile: Tables | None,
 ) -> tuple[Device, str, CostOf, Casts]:
     """Return the device, the basis of its latencies, and what sites and casts cost."""
     if spec.hardware != LOCAL:
         target = device(spec.hardware)
         pairs = casts.modelled(shape, target, spec.workload)
-        return target, "modelled", modelled(shape, target, spec.workload), pairs
+        if profile is None:
+            return target, "modelled", modelled(shape, target, spec.workload), pairs
+        costs = profiled.preferring(profile, shape, target, spec.workload)
+        covered = profiled.covers(costs, shape)
+        return target, "measured" if covered else "modelled", costs, pairs
     folder = Path(spec.model_path)
     target, costs = local_prices.target(folder, shape, spec.workload, told)
     return target, "measured", costs, casts.NO_CASTS

@@ -12,7 +12,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from api import jobs, storage
+from api import jobs, profiles, storage
 from api.db import transaction
 from api.queue import RUN_JOB, RUN_PIECES
 from api.settings import settings
@@ -136,7 +136,8 @@ def _optimize(claim: Claim, meter: Meter, beat: Beat) -> Document:
     def progress(phase: str, fraction: float, detail: str = "") -> None:
         beat.tell(meter.read(phase, fraction))
 
-    return optimize(claim.spec, progress, Shared(claim, beat, _name()))
+    profile = profiles.tables(claim.spec.hardware)
+    return optimize(claim.spec, progress, Shared(claim, beat, _name()), profile)
 
 
 def _work(spec: OptimizeSpec, pieces: Pieces) -> Compute:

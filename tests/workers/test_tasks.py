@@ -44,7 +44,13 @@ def optimizer(
     monkeypatch.setitem(sys.modules, "torch", torch)  # seconds to import
 
     def put(optimize: Optimize) -> None:
-        run.optimize = optimize  # type: ignore[attr-defined]
+        def run_it(
+            spec: OptimizeSpec, progress: Progressing, pieces: Pieces, profile: object
+        ) -> Any:
+            assert profile is None  # nobody measured an H100 here
+            return optimize(spec, progress, pieces)
+
+        run.optimize = run_it  # type: ignore[attr-defined]
 
     return put
 

@@ -1,0 +1,54 @@
+"""Costs from a measured profile of the device, before anything else that is known of it.
+
+A phase of a site that the profile has is measured; every other is what it would be
+without the profile: kernel tables of other people's engines, then the roofline.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from optimizer.cost import SiteCost, site_cost
+from optimizer.hardware import Device
+from optimizer.kernels import Basis, Tables
+from optimizer.padding import padded
+from optimizer.spec import Workload
+from optimizer.stack import LINEAR, Choice, ModelShape, SiteShape, choice_named
+
+CostOf = Callable[[SiteShape, Choice], SiteCost]
+
+
+def preferring(
+    profile: Tables, model: ModelShape, device: Device, workload: Workload
+) -> CostOf:
+    """Return a cost function that reads the profile where it has the shape."""
+
+    def cost_of(shape: SiteShape, choice: Choice) -> SiteCost:
+        asked = (padded(shape, choice), choice, device, workload, model)
+        found, own = site_cost(*asked), site_cost(*asked, tables=profile)
+        if own.basis is Basis.MEASURED:
+            found = replace(
+                found,
+                per_token_s=own.per_token_s,
+                basis=own.basis,
+                error=own.error,
+            )
+        if own.first_basis is Basis.MEASURED:
+            found = replace(
+                found,
+                first_token_s=own.first_token_s,
+                first_basis=own.first_basis,
+                first_error=own.first_error,
+            )
+        return found
+
+    return cost_of
+
+
+def covers(cost_of: CostOf, model: ModelShape) -> bool:
+    """Whether the profile has every matrix of a model in bf16: it was made for it."""
+    return all(
+        cost_of(shape, choice_named(shape.site.component, "bf16")).basis
+        is Basis.MEASURED
+        for shape in model.sites
+        if shape.site.component in LINEAR
+    )
