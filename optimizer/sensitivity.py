@@ -15,7 +15,7 @@ ever in memory. Each δ is an elementwise rounding. `exact.py` measures the same
 numbers one at a time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,29 +31,23 @@ from optimizer.execute import (
     WeightCodes,
     round_operand,
 )
-from optimizer.formats import FORMATS
 from optimizer.labels import label_gradients
 from optimizer.matmul import linear, rough
+from optimizer.matrices import Matrices, Product
 from optimizer.model import LoadedModel
-from optimizer.quantize import saturated_share
+from optimizer.rounded import Whole, count, squared_error
 from optimizer.sites import LinearPart
-from optimizer.stack import (
-    Granularity,
-    Precision,
-    Role,
-    Site,
-)
+from optimizer.stack import Role, Site
 from optimizer.sums import (
     Candidates,
     Place,
-    Rounding,
     Sensitivities,
     Sensitivity,
     Sums,
     total,
     wanted_roundings,
 )
-from optimizer.totals import dots, dots_with, sum_of, sum_of_squares
+from optimizer.totals import dots
 from optimizer.walk import Activations, Told, silent, walk
 
 __all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sweep"]
@@ -61,13 +55,6 @@ __all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sw
 # Per sequence. On SmolLM2, 512 tokens and 4 of its layers, 1, 2 and 4 samples had a
 # log-Pearson of 0.9969, 0.9970 and 0.9979 with exact runs; each costs a backward pass.
 LABEL_SAMPLES = 1
-ERROR_BYTES = 600 << 20  # of the errors of one matrix's roundings at once
-AT_ONCE = 1 << 18  # elements of a gradient: what a core's cache holds with its errors
-PRODUCT_BYTES = 256 << 20  # of activations and gradients that wait to be scored
-# The scales of these are rounded, also down. Others of a group, row or head come from
-# the largest value that they cover: nothing lies beyond the format, by construction.
-SATURATING = frozenset({Granularity.MX, Granularity.NV})
-ROUNDED = 1e-6  # relative: what making and undoing a float32 scale may move a value
 
 
 @dataclass(slots=True, eq=False)
@@ -80,59 +67,9 @@ class Seen:
     squared: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
+        """Add a gradient that came back."""
         square = gradient.detach().square()
         self.squared = square if self.squared is None else self.squared.add_(square)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Product:
-    """What a matrix was multiplied with in one sequence, and the gradient after it."""
-
-    part: LinearPart
-    sequences: Sequence[int]
-    gradient: Tensor  # (..., out)
-    rows: Tensor  # (tokens, in)
-
-    @property
-    def bytes(self) -> int:
-        return 4 * (self.gradient.numel() + self.rows.numel())
-
-    def squared_gradient(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the matrix's own gradient over each sequence, squared.
-
-        (sequences, rows, in), some rows at a time, so that they are still in the
-        cache when errors are weighted with them.
-        """
-        count, (out, width) = len(self.sequences), self.part.weight.shape
-        gradient = rough(self.gradient).reshape(count, -1, out)
-        transposed = gradient.transpose(1, 2).contiguous()  # (sequences, out, tokens)
-        rows = rough(self.rows).view(count, -1, width)
-        step = max(1, AT_ONCE // (count * width))
-        for start in range(0, out, step):
-            part = slice(start, start + step)
-            yield part, (transposed[:, part] @ rows).float().square_()
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """What every rounding of a tensor is compared with."""
-
-    x: Tensor
-    signal: float  # Σ x²
-    nonzero: int
-    largest: float  # |x|
-    rows: SampledRows | None  # None: not asked for
-
-    @classmethod
-    def of(cls, x: Tensor, rows: SampledRows | None) -> "_Whole":
-        low, high = x.aminmax()
-        return cls(
-            x=x,
-            rows=rows,
-            signal=sum_of_squares(x),
-            nonzero=int(x.count_nonzero()),
-            largest=max(-float(low), float(high)),
-        )
 
 
 class Sweep(Reference):
@@ -148,17 +85,14 @@ class Sweep(Reference):
     ) -> None:
         self._model = model
         self._amaxes = amaxes
-        self._weights = weights
         self.samples = samples
         self._wanted = wanted_roundings(candidates)
         self._seen: list[Seen] = []
         self._last: dict[Place, Tensor] = {}
-        self._products: list[_Product] = []
-        self._counted: set[tuple[str, Precision]] = set()  # matrices
-        self._matrix: _Whole | None = None  # the one scored last
         self._rough: dict[str, Tensor] = {}  # matrices of this stage
         self._sequences: Sequence[int] = ()  # that run together
         self.sums = Sums()
+        self._matrices = Matrices(model, weights, self._wanted, self.sums)
 
     def tap(
         self, site: Site, role: Role, x: Tensor, mask: Tensor | None = None
@@ -184,7 +118,7 @@ class Sweep(Reference):
             rows = x.detach().flatten(0, -2)  # (tokens, in)
             numbers = self._sequences
             y.register_hook(
-                lambda g: self._products.append(_Product(part, numbers, g, rows))
+                lambda g: self._matrices.note(Product(part, numbers, g, rows))
             )
         return y
 
@@ -193,48 +127,6 @@ class Sweep(Reference):
         if part.name not in self._rough:
             self._rough[part.name] = rough(part.weight)
         return self._rough[part.name]
-
-    @torch.no_grad()
-    def _score_matrices(self) -> None:
-        """Score the matrices of the products seen, one matrix in memory at a time."""
-        by_name: dict[str, list[_Product]] = {}
-        for product in self._products:
-            by_name.setdefault(product.part.name, []).append(product)
-        self._products.clear()
-        for products in by_name.values():
-            part = products[0].part
-            wanted = self._wanted[part.site, Role.WEIGHT]
-            room = ERROR_BYTES if self._model.residency.whole else 0
-            at_once = max(1, room // (4 * part.weight.numel()))
-            for start in range(0, len(wanted), at_once):
-                self._score_matrix(products, wanted[start : start + at_once])
-
-    def _score_matrix(
-        self, products: Sequence["_Product"], precisions: Sequence[Precision]
-    ) -> None:
-        errors = [self._matrix_error(products[0].part, p) for p in precisions]
-        for product in products:
-            for part, squared in product.squared_gradient():
-                for rounding, error in errors:
-                    lost = dots_with(squared, error[part])
-                    rounding.lose(product.sequences, lost)
-
-    def _matrix_error(
-        self, part: LinearPart, precision: Precision
-    ) -> tuple[Rounding, Tensor]:
-        """Return δ² of a rounding of a matrix, with its running sums."""
-        weight = part.weight
-        operand = self._weights.get(part, precision)
-        error = _squared_error(weight, operand)
-        key = (part.site, Role.WEIGHT, precision)
-        if (part.name, precision) not in self._counted:
-            self._counted.add((part.name, precision))
-            if self._matrix is None or self._matrix.x is not weight:
-                self._matrix = _Whole.of(weight, SampledRows.of(weight))
-            self._count(key, self._matrix, operand, error)
-        if not self._model.residency.whole:
-            self._weights.drop()  # a matrix may be a large part of a stage
-        return self.sums.at(key), error
 
     def run(
         self,
@@ -298,63 +190,31 @@ class Sweep(Reference):
 
     def leave(self, stage: int) -> None:
         """Score what is left of a stage, while its weights are still there."""
-        self._score_matrices()
+        self._matrices.score()
         self._rough.clear()
-        self._matrix = None
 
     def _score_seen(self) -> None:
         for seen in self._seen:
             self._score(seen)
         self._seen.clear()
         self._last.clear()
-        if sum(p.bytes for p in self._products) > PRODUCT_BYTES:
-            self._score_matrices()
+        if self._matrices.full:
+            self._matrices.score()
 
     @torch.no_grad()
     def _score(self, seen: Seen) -> None:
         assert seen.squared is not None, seen.place
         x = seen.x if seen.visible is None else seen.x.masked_fill(~seen.visible, 0.0)
         early = self._sequences[0] < COLLAPSE_SEQUENCES
-        whole = _Whole.of(x, SampledRows.of(x) if early else None)
+        whole = Whole.of(x, SampledRows.of(x) if early else None)
         calibrated = self._amaxes.get(seen.place)
         for precision in self._wanted[seen.place]:
             operand = round_operand(x, precision, calibrated)
-            error = _squared_error(x, operand)
-            sums = self._count((*seen.place, precision), whole, operand, error)
+            error = squared_error(x, operand)
+            sums = self.sums.at((*seen.place, precision))
+            count(sums, whole, operand, error, precision)
             lost = dots(error, seen.squared, len(self._sequences))
             sums.lose(self._sequences, lost)
-
-    def _count(
-        self,
-        key: tuple[Site, Role, Precision],
-        whole: "_Whole",
-        operand: Operand,
-        error: Tensor,
-    ) -> Rounding:
-        """Return the running sums of a rounding, with one more tensor counted."""
-        sums = self.sums.at(key)
-        codes, scale = operand
-        sums.signal += whole.signal
-        sums.noise += sum_of(error)
-        sums.count += codes.numel()
-        if whole.rows is not None:
-            sums.collapse.add(whole.rows, *operand)
-        if scale is not None:  # what has no scale has fp32's range, or nearly
-            sums.flushed += whole.nonzero - int(codes.count_nonzero())
-            fmt = FORMATS[key[2].format]
-            limit = fmt.max * (1 + ROUNDED)
-            beyond = scale.numel() == 1 and whole.largest > limit * float(scale)
-            if beyond or key[2].granularity in SATURATING:
-                share = saturated_share(whole.x, scale, fmt)
-                sums.saturated += round(share * codes.numel())
-        return sums
-
-
-def _squared_error(x: Tensor, operand: Operand) -> Tensor:
-    """Return δ² of a tensor and what it was rounded to."""
-    codes, scale = operand
-    error = codes - x if scale is None else (codes * scale).sub_(x)
-    return error.square_()
 
 
 def measure(
