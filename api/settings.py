@@ -54,6 +54,11 @@ class Settings(BaseSettings):
         description="JSON of devices that are added to the catalogue, or that replace "
         "fields of its rows. API and workers read the same file.",
     )
+    vllm_python: File = Field(
+        default=None,
+        description="Python of an environment with vLLM, which then serves "
+        "checkpoints to be timed. Empty: none.",
+    )
     lease_s: Seconds = Field(
         default=20.0,
         description="A running job whose worker is silent for this long is given up.",

@@ -4,7 +4,8 @@ The demo model is run end to end in five stacks. The prediction adds up what sit
 in runs of three uniform stacks (fp32, bf16, FP8 weights), as `hardware: "local"` does;
 the measurement is of other runs. All of them take turns, so that other work on the
 machine counts for little. The roofline, with this processor's own peaks, stands beside
-them. The last line is JSON.
+them, and under PRECISION_VLLM_PYTHON what vLLM takes for the same checkpoint in bf16.
+The last line is JSON.
 """
 
 import argparse
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import torch
 
+from api.settings import settings
 from optimizer import local
 from optimizer.cost import stack_cost
+from optimizer.engines import served_seconds
 from optimizer.local_prices import Profile, priced
 from optimizer.local_run import Times, opened, profiled, run, uniform
 from optimizer.native import Native
@@ -122,6 +125,15 @@ def main() -> None:
     figures["bf16_over_fp32_prefill_ratio"] = round(
         figures["all_bf16_first_token_s"] / figures["all_fp32_first_token_s"], 3
     )
+    python = settings().vllm_python
+    if python is not None:
+        served = served_seconds(python, arguments.model.resolve(), WORKLOAD)
+        print(
+            f"served by {served.engine} {served.version} in bf16: "
+            f"{1e3 * served.per_token_s:.1f} ms per token, "
+            f"{served.first_token_s:.3f} s to the first"
+        )
+        figures["vllm_bf16_per_token_s"] = round(served.per_token_s, 5)
     print(json.dumps({**figures, "threads": torch.get_num_threads()}))
 
 
