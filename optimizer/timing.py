@@ -218,14 +218,14 @@ def _attention(case: _Case) -> Timed:
 
     The cache's format decides the kernel; products in FP8 were not measured.
     """
-    ratio = _attention_ratio(case)
+    wide = _kernel(case, "bf16", "bf16")
+    ratio = wide.seconds / _kernel_s(case, "bf16") if wide else 1.0
     if case.shape.site.component is Component.KV_CACHE:
         return _cache(case, ratio)
-    exact = _measured_attention(case, "bf16")
     seconds = ratio * case.modelled_s()
-    if exact is None or case.tables is None or case.choice.name not in _AS_BF16:
+    if wide is None or case.choice.name not in _AS_BF16:
         return Timed(seconds, Basis.ROOFLINE, _attention_error(case))
-    return Timed(seconds, case.tables.basis, exact.error)
+    return replace(wide, seconds=seconds)
 
 
 def _cache(case: _Case, ratio: float) -> Timed:
@@ -234,22 +234,29 @@ def _cache(case: _Case, ratio: float) -> Timed:
     written = roofline.written_s(
         case.shape, case.choice, case.device, case.step, case.within, fit(case.device)
     )
-    measured = _measured_attention(case, _CACHES.get(name, ""))
-    if measured is None or case.tables is None:
+    whole = _kernel(case, _CACHES.get(name, ""), case.choice.name)
+    if whole is None:
         read = ratio * (case.modelled_s() - written)
         return Timed(read + written, Basis.ROOFLINE, _attention_error(case))
-    read = max(measured.seconds - ratio * _products_s(case), 0.0)
-    basis = case.tables.basis if name != "fp8_e5m2" else Basis.ROOFLINE
-    return Timed(read + written, basis, measured.error)
+    read = max(whole.seconds - ratio * _products_s(case), 0.0)
+    basis = whole.basis if name != "fp8_e5m2" else Basis.ROOFLINE
+    return Timed(read + written, basis, whole.error)
 
 
-def _attention_ratio(case: _Case) -> float:
-    """Return measured over modelled seconds of the kernel in 16 bits, or of a near one."""
+def _kernel(case: _Case, fmt: str, cache: str) -> Timed | None:
+    """Return the time of the kernel for a cache, or that of a smaller one, scaled.
+
+    `fmt` is what the tables call the choice `cache`. None: they have none of it.
+    """
     for near in _smaller(case):
-        measured = _measured_attention(near, "bf16")
-        if measured is not None:
-            return measured.seconds / _kernel_s(near)
-    return 1.0
+        found = _measured_attention(near, fmt)
+        if found is None or case.tables is None:
+            continue
+        if near is case:
+            return Timed(found.seconds, case.tables.basis, found.error)
+        grown = _kernel_s(case, cache) / _kernel_s(near, cache)
+        return Timed(found.seconds * grown, Basis.ROOFLINE, _attention_error(case))
+    return None
 
 
 def _smaller(case: _Case) -> Iterator[_Case]:
@@ -270,28 +277,23 @@ def _attention_error(case: _Case) -> float:
     return (reached.generation if case.step.queries == 1 else reached.context).error
 
 
-def _kernel_s(case: _Case) -> float:
-    """The modelled seconds of the whole kernel, all of it in 16 bits."""
-    cache = _part(case, Component.KV_CACHE)
+def _kernel_s(case: _Case, cache: str) -> float:
+    """The modelled seconds of the whole kernel, its products in 16 bits."""
+    part = _part(case, Component.KV_CACHE).named(cache)
     written = roofline.written_s(
-        cache.shape,
-        cache.choice,
-        cache.device,
-        cache.step,
-        cache.within,
-        fit(cache.device),
+        part.shape, part.choice, part.device, part.step, part.within, fit(part.device)
     )
-    return _products_s(case) + cache.modelled_s() - written
+    return _products_s(case) + part.modelled_s() - written
 
 
 def _products_s(case: _Case) -> float:
     ends = (Component.ATTN_SCORES, Component.ATTN_VALUES)
-    return sum(_part(case, c).modelled_s() for c in ends)
+    return sum(_part(case, c).named("bf16").modelled_s() for c in ends)
 
 
 def _part(case: _Case, component: Component) -> _Case:
     site = Site(case.shape.site.layer, component)
-    return replace(case, shape=replace(case.shape, site=site)).named("bf16")
+    return replace(case, shape=replace(case.shape, site=site))
 
 
 def _measured_attention(case: _Case, fmt: str) -> Timing | None:
