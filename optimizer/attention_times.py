@@ -1,10 +1,12 @@
 """Attention times by (heads, KV heads), each pair a grid of batch × tokens.
 
 The pairs that were measured are no grid: 32 query heads go with 1, 2, 4, 8 or 32 KV
-heads. A pair that is missing is read between those that have as many KV heads (28 and
-4 between 24 and 4 and 32 and 4); else between those in which as many query heads share
-one (20 and 20 between 16 and 16 and 24 and 24); else between two rows of the first kind
-(9 and 3 between 9 and 2 and 9 and 4).
+heads. A pair that is missing is read between those that have as many KV heads: (28, 4)
+between (24, 4) and (32, 4). Else between those in which as many query heads share one:
+(20, 20) between (16, 16) and (24, 24). Else between two rows of the first kind: (9, 3)
+between (9, 2) and (9, 4). Else of fewer heads at a larger batch: (32, 32) at batch 1 is
+(8, 8) at batch 4, the same products and bytes in as many tiles. Each has an error, from
+pairs that were measured and can be told from others the same way.
 """
 
 import math
@@ -60,7 +62,19 @@ class Section:
         return [*self.errors, *next(iter(self.grids.values())).errors]
 
     def at(self, heads: int, kv_heads: int, batch: int, tokens: int) -> Reading | None:
-        """Return the time; None where neither the pair nor its neighbors have it."""
+        """Return the time; None where neither the pair nor others tell it."""
+        reading = self._between(heads, kv_heads, batch, tokens)
+        parts = (n for n in range(2, kv_heads + 1) if heads % n == kv_heads % n == 0)
+        while reading is None and (n := next(parts, None)):
+            reading = self._between(heads // n, kv_heads // n, batch * n, tokens)
+            if reading is not None:
+                error = math.hypot(reading.error, _fold_error(self))
+                return None if math.isnan(error) else Reading(reading.seconds, error)
+        return reading
+
+    def _between(
+        self, heads: int, kv_heads: int, batch: int, tokens: int
+    ) -> Reading | None:
         pair = (heads, kv_heads)
         if pair not in self.mixes:  # a model asks for one pair many times
             self.mixes[pair] = _mix(self, pair)
@@ -73,22 +87,6 @@ class Section:
         known = [r for r in readings if r is not None]
         total = sum(r.seconds * w for r, (_, w) in zip(known, shares, strict=True))
         return Reading(total, math.hypot(error, max(r.error for r in known)))
-
-    def folded(
-        self, heads: int, kv_heads: int, batch: int, tokens: int
-    ) -> Reading | None:
-        """Return the time of as many sequences more as there are heads fewer.
-
-        To an attention kernel two sequences of 8 KV heads are one of 16: as many tiles.
-        The error is what that misses where both were measured.
-        """
-        for n in range(2, kv_heads + 1):
-            if heads % n == kv_heads % n == 0:
-                found = self.at(heads // n, kv_heads // n, batch * n, tokens)
-                error = _fold_error(self)
-                if found is not None and not math.isnan(error):
-                    return Reading(found.seconds, math.hypot(found.error, error))
-        return None
 
     def leave_one_out(self) -> NDArray[np.float64]:
         """Return the relative errors along every axis, pairs included."""

@@ -1,23 +1,19 @@
 """What was measured of an engine's kernels on a device, and how it is read.
 
 A reading is exact where a shape was measured, linear between shapes that were, and None
-elsewhere: nothing is extrapolated without being asked for by another name
-(`wide_gemm`, `folded_generation_attention`), and then it says so.
+elsewhere: nothing is extrapolated.
 """
 
-import math
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from optimizer.attention_times import Section
-from optimizer.grid import Grid, Reading, median_error
+from optimizer.grid import Grid, Reading
 
 Window = int | None  # tokens that attention looks back on; None: all of them
 Layout = tuple[str, int, int]  # cache format, head size, window (0: none)
@@ -37,7 +33,6 @@ class Timing:
 
     seconds: float
     error: float  # relative; leave-one-out of the axes read between points; 0 at one
-    inside_grid: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,23 +55,6 @@ class Tables:
         """Return the time of m × k times k × n in `fmt`, by the tables' own names."""
         found = self.gemms.get(fmt)
         return _timing(found.at(m, n, k) if found else None)
-
-    def wide_gemm(self, fmt: str, m: int, n: int, k: int) -> Timing | None:
-        """Return `gemm`, or at more columns than were measured the widest one's rate.
-
-        Then it is not inside the grid, and its error is that of the widest column told
-        from the widest that is half as wide at most.
-        """
-        found = self.gemms.get(fmt)
-        if found is None or n <= found.axes[1][-1]:
-            return self.gemm(fmt, m, n, k)
-        widest = found.axes[1][-1]
-        reading = found.at(m, widest, k)
-        error = _widening_error(found)
-        if reading is None or math.isnan(error):
-            return None
-        seconds = reading.seconds * n / widest
-        return Timing(seconds, math.hypot(reading.error, error), inside_grid=False)
 
     def context_attention(
         self,
@@ -105,30 +83,6 @@ class Tables:
         """Return the time of one token's attention to a context that includes it."""
         found = _section(self.generation, kv_fmt, head_dim, window, context)
         return _timing(found.at(heads, kv_heads, batch, context) if found else None)
-
-    def folded_generation_attention(
-        self,
-        kv_fmt: str,
-        batch: int,
-        context: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        window: Window = None,
-    ) -> Timing | None:
-        """Return `generation_attention`, or that of a larger batch of fewer heads.
-
-        (32, 32) heads at batch 1 are (8, 8) at batch 4: the same work in as many tiles.
-        Then it is not inside the grid, and its error is that of folding in two.
-        """
-        shape = (heads, kv_heads, batch, context)
-        found = _section(self.generation, kv_fmt, head_dim, window, context)
-        if found is None:
-            return None
-        if (inside := found.at(*shape)) is not None:
-            return _timing(inside)
-        reading = found.folded(*shape)
-        return _timing(reading, inside_grid=False)
 
     def quantize(
         self, rows: int, columns: int, *, dynamic: bool = False
@@ -175,19 +129,5 @@ def _section(
     return kept.get((fmt, head_dim, reach))
 
 
-def _timing(reading: Reading | None, *, inside_grid: bool = True) -> Timing | None:
-    if reading is None:
-        return None
-    return Timing(reading.seconds, reading.error, inside_grid)
-
-
-@cache
-def _widening_error(known: Grid) -> float:
-    """Return the median error of the widest column told from a narrower one's rate."""
-    widths = known.axes[1]
-    narrow = bisect_right(widths, widths[-1] / 2) - 1
-    if narrow < 0:
-        return math.nan
-    told = known.seconds[:, narrow] * widths[-1] / widths[narrow]
-    errors = told / known.seconds[:, -1] - 1
-    return median_error(errors[~np.isnan(errors)])
+def _timing(reading: Reading | None) -> Timing | None:
+    return None if reading is None else Timing(reading.seconds, reading.error)

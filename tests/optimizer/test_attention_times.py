@@ -75,23 +75,21 @@ def test_the_larger_error_of_two_neighbors_counts():
 
 
 def test_heads_fold_into_the_batch():
-    # (16, 16) at batch 1 is (4, 4) at batch 4. Folding (8, 8) in two, to (4, 4), tells
-    # 2 · 1.0 of 2.2: 9 % less.
+    # Folding (8, 8) in two, to (4, 4), tells 2 · 1.0 of 2.2: 9 % less.
     known = section({(4, 4): 1.0, (8, 8): 2.2})
-    assert known.at(16, 16, 1, 128) is None
-    reading = known.folded(16, 16, 1, 128)
+    reading = known.at(16, 16, 1, 128)
     assert reading.seconds == pytest.approx(2.2 * 2 * 128e-6)  # (8, 8) at batch 2
     assert reading.error == pytest.approx(1 - 2 / 2.2)
-    assert known.folded(32, 32, 1, 128).seconds == pytest.approx(2.2 * 4 * 128e-6)
+    assert known.at(32, 32, 1, 128).seconds == pytest.approx(2.2 * 4 * 128e-6)
 
 
 @pytest.mark.parametrize("pair", [(7, 7), (16, 1), (64, 64)])
 def test_what_does_not_fold_into_what_was_measured_has_no_time(pair):
-    assert section({(4, 4): 1.0, (8, 8): 2.2}).folded(*pair, 1, 128) is None
+    assert section({(4, 4): 1.0, (8, 8): 2.2}).at(*pair, 1, 128) is None
 
 
 def test_without_two_pairs_to_fold_there_is_no_error_and_no_time():
-    assert section({(8, 8): 2.2}).folded(16, 16, 1, 128) is None
+    assert section({(8, 8): 2.2}).at(16, 16, 1, 128) is None
 
 
 def test_leaving_one_out_goes_along_batch_tokens_and_heads():

@@ -116,7 +116,6 @@ def test_a_measured_gemm_is_answered_to_four_digits(h100, fmt, n, k, microsecond
     timing = h100.gemm(fmt, 1, n, k)
     assert timing.seconds * 1e6 == pytest.approx(microseconds, rel=1e-3)
     assert timing.error == 0
-    assert timing.inside_grid
 
 
 def test_between_measured_gemms_the_time_lies_between_theirs(h100):
@@ -133,28 +132,6 @@ def test_outside_the_grid_there_is_no_time(h100, shape):
     assert h100.gemm("bf16", *shape) is None
 
 
-def test_more_columns_than_were_measured_go_at_the_rate_of_the_widest(h100):
-    widest = h100.gemm("bf16", 1, 65536, 4096)
-    head = h100.wide_gemm("bf16", 1, 131072, 4096)  # a vocabulary
-    assert head.seconds == pytest.approx(2 * widest.seconds)
-    assert not head.inside_grid
-    assert widest.error < head.error < 0.2
-    # 131072 × 4096 in bf16 are 1.07 GB: 321 µs at 3.35 TB/s.
-    assert head.seconds > 321e-6
-
-
-def test_a_wide_gemm_inside_the_grid_is_a_gemm(h100):
-    shape = ("fp8", 1, 4096, 4096)
-    assert h100.wide_gemm(*shape) == h100.gemm(*shape)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "shape"), [("bf16", (1, 131072, 16)), ("fp4", (1, 131072, 4096))]
-)
-def test_a_wide_gemm_that_is_outside_elsewhere_has_no_time(h100, fmt, shape):
-    assert h100.wide_gemm(fmt, *shape) is None
-
-
 def test_an_fp8_cache_is_read_faster_where_the_context_is_long(h100):
     shape = (64, 8192, 32, 8, 128)
     narrow = h100.generation_attention("fp8", *shape)
@@ -165,18 +142,13 @@ def test_an_fp8_cache_is_read_faster_where_the_context_is_long(h100):
 def test_attention_of_a_layout_that_nobody_timed_has_no_time(h100):
     assert h100.context_attention("bf16", 1, 512, 32, 32, 96) is None
     assert h100.generation_attention("bf16", 1, 512, 32, 32, 96) is None
-    assert h100.folded_generation_attention("bf16", 1, 512, 32, 32, 96) is None
 
 
-def test_heads_that_were_not_timed_fold_into_the_batch(h100):
-    assert h100.generation_attention("bf16", 1, 512, 32, 32, 128) is None
-    folded = h100.folded_generation_attention("bf16", 1, 512, 32, 32, 128)
+def test_heads_that_were_not_timed_are_those_of_a_larger_batch(h100):
+    folded = h100.generation_attention("bf16", 1, 512, 32, 32, 128)
     same = h100.generation_attention("bf16", 4, 512, 8, 8, 128)
     assert folded.seconds == same.seconds
-    assert not folded.inside_grid
     assert same.error < folded.error < 0.1
-    inside = h100.generation_attention("bf16", 1, 512, 32, 8, 128)
-    assert h100.folded_generation_attention("bf16", 1, 512, 32, 8, 128) == inside
 
 
 def test_a_device_or_engine_that_nobody_timed_has_no_tables():
@@ -263,11 +235,6 @@ def test_a_profile_has_the_other_kernels_too():
     assert known.quantize(1, 576).seconds == 1e-5
     assert known.quantize(1, 576, dynamic=True).seconds == 2e-5
     assert known.all_reduce(2, 1152).seconds == 1e-5
-
-
-def test_a_wide_gemm_needs_a_column_half_as_wide_to_say_how_far_off_it_is():
-    known = from_profile(profile(gemm=[gemm_row(n=512), gemm_row(n=576)]))
-    assert known.wide_gemm("bf16", 1, 1152, 576) is None
 
 
 @pytest.mark.parametrize(
