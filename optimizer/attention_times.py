@@ -51,7 +51,7 @@ class Section:
         if errors is None:
             inner = grid([range(len(pairs)), *axes], seconds).errors[1:]
             bare = _grids(pairs, axes, seconds, None, inner)
-            between = [median_error(_between(bare, n)) for n in (_rows, _diagonals)]
+            between = [median_error(_told(bare, n)) for n in (_rows, _diagonals)]
             errors = (*between, *inner)
         grids = _grids(pairs, axes, seconds, spread, errors[2:])
         return cls(grids, (errors[0], errors[1]))
@@ -63,16 +63,18 @@ class Section:
 
     def at(self, heads: int, kv_heads: int, batch: int, tokens: int) -> Reading | None:
         """Return the time; None where neither the pair nor others tell it."""
-        reading = self._between(heads, kv_heads, batch, tokens)
-        parts = (n for n in range(2, kv_heads + 1) if heads % n == kv_heads % n == 0)
-        while reading is None and (n := next(parts, None)):
-            reading = self._between(heads // n, kv_heads // n, batch * n, tokens)
-            if reading is not None:
-                error = math.hypot(reading.error, _fold_error(self))
-                return None if math.isnan(error) else Reading(reading.seconds, error)
-        return reading
+        for n in range(1, kv_heads + 1):
+            if heads % n == kv_heads % n == 0:
+                found = self._read(heads // n, kv_heads // n, batch * n, tokens)
+                if found is not None:
+                    return found if n == 1 else self._folded(found)
+        return None
 
-    def _between(
+    def _folded(self, reading: Reading) -> Reading | None:
+        error = math.hypot(reading.error, _fold_error(self))
+        return None if math.isnan(error) else Reading(reading.seconds, error)
+
+    def _read(
         self, heads: int, kv_heads: int, batch: int, tokens: int
     ) -> Reading | None:
         pair = (heads, kv_heads)
@@ -91,7 +93,7 @@ class Section:
     def leave_one_out(self) -> NDArray[np.float64]:
         """Return the relative errors along every axis, pairs included."""
         inner = [g.leave_one_out(i) for g in self.grids.values() for i in (0, 1)]
-        between = [_between(self.grids, lines) for lines in (_rows, _diagonals)]
+        between = [_told(self.grids, lines) for lines in (_rows, _diagonals)]
         return np.concatenate([*inner, *between])
 
 
@@ -123,7 +125,7 @@ def _diagonals(pairs: Sequence[Pair]) -> list[list[Pair]]:
     return [sorted(p for p in pairs if p[0] / p[1] == r) for r in ratios]
 
 
-def _between(grids: Mapping[Pair, Grid], lines: Lines) -> NDArray[np.float64]:
+def _told(grids: Mapping[Pair, Grid], lines: Lines) -> NDArray[np.float64]:
     """Return the leave-one-out errors of each pair from its neighbors on a line."""
     found = []
     for line in lines(list(grids)):

@@ -78,7 +78,7 @@ class Grid:
         known = ~np.isnan(lines)
         patterns, of = np.unique(known, axis=0, return_inverse=True)
         errors = [
-            _line_errors(x[pattern], lines[of == i][:, pattern]).ravel()
+            _line_errors(x[pattern], lines[of.ravel() == i][:, pattern]).ravel()
             for i, pattern in enumerate(patterns)
         ]
         return np.concatenate(errors)
