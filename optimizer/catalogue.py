@@ -28,6 +28,7 @@ from optimizer.support import Scaling
 
 LOCAL = "local"  # the id of the worker's own device, whose figures it has measured
 FP8_RATIO = (0.95, 2.05)  # FP8 over bf16 peak: outside, one of them is a sparse figure
+RIDGE = (1.0, 1e4)  # 16-bit FLOP per byte, 29 to 403 in ours: outside, a slip of units
 ROUNDED = 1.01  # data sheets round: 74.45 TFLOP/s of a B200 are "75"
 RATES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp6_e3m2", "fp4_e2m1", "int4")
 NATIVE = (
@@ -128,7 +129,7 @@ def contradiction(row: Json, architectures: Mapping[str, Json]) -> str | None:
     native = architectures[key]["native"]
     if not any(fmt in peak and fmt in native for fmt in ("bf16", "fp16")):
         return "peak_dense_tflops: needs a rate of bf16 or fp16 that is native"
-    return _sparse(peak) or _beyond(peak, row.get("units"))
+    return _sparse(peak) or _beyond(peak, row.get("units")) or _slipped(row, peak)
 
 
 def _sparse(peak: Mapping[str, float]) -> str | None:
@@ -158,6 +159,19 @@ def _beyond(peak: Mapping[str, float], units: Json | None) -> str | None:
                 f"{limit:.1f} TFLOP/s: a sparse figure?"
             )
     return None
+
+
+def _slipped(row: Json, peak: Mapping[str, float]) -> str | None:
+    """TFLOP/s and GB/s, or what was meant for them."""
+    low, high = RIDGE
+    fmt = "bf16" if "bf16" in peak else "fp16"
+    ridge = peak[fmt] * 1e3 / row["memory_bandwidth_gbs"]
+    if low <= ridge <= high:
+        return None
+    return (
+        f"memory_bandwidth_gbs: {ridge:g} FLOP per byte in {fmt} are outside "
+        f"[{low:g}, {high:g}]: are the peaks in TFLOP/s and the bandwidth in GB/s?"
+    )
 
 
 def read(file: Path | None) -> tuple[dict[str, Json], list[Json]]:

@@ -87,10 +87,13 @@ def without(name: str) -> dict[str, Any]:
             r"h800: peak_dense_tflops\.bf16: 1978\.9 is beyond 132 units .* 1070\.5",
         ),
         (
-            changed(peak_dense_tflops={"fp16": 1.0, "fp8": 2.0}),
+            changed(peak_dense_tflops={"fp16": 125.0, "fp8": 250.0}),
             r"peak_dense_tflops\.fp8: there is no bf16",
         ),
         (changed(peak_dense_tflops={"fp32": 1.0}), "needs a rate of bf16 or fp16"),
+        # 989.4e12 / 3.35e12 are 295 FLOP per byte; TB/s for GB/s make it 295 thousand.
+        (changed(memory_bandwidth_gbs=3.35), "bandwidth_gbs: 295343 FLOP per byte"),
+        (changed(memory_bandwidth_gbs=3350e9), "2.95343e-07 FLOP per byte in bf16"),
         (changed(peak_dense_tflops={"bf17": 1.0}), r"tflops: bf17: 'bf17' is none of"),
         (changed(peak_dense_tflops=[1.0]), "peak_dense_tflops: must be an object"),
         (without("memory_gb"), "h800: memory_gb: is missing"),
