@@ -35,10 +35,9 @@ from optimizer.stack import (
 
 ENGINE = "torch"
 CHOSEN = "chosen"  # the label of the answer
-ROUNDS = 4
+ROUNDS = 3
 STEPS = 4  # of decode, in one turn
-LIMIT_S = 2.0  # a stack's decode steps end after this time and two rounds
-PREFILL_LIMIT_S = 15.0  # a prefill that would take longer is not run
+LIMIT_S = 12.0  # of all turns but the first, and again of all prefills together
 PROBE_TOKENS = 64  # of a short prefill, which says how long the whole one takes
 BYTES_PER_WEIGHT = 4 + 2 + 1  # held in each of the three precisions
 MEMORY_SHARE = 0.5  # of what is free, for the weights
@@ -145,15 +144,17 @@ def run(
     `told` is called after every turn, and may raise to stop.
     """
     times = {name: Times() for name in stacks}
+    end = time.perf_counter() + LIMIT_S
     for turn in range(ROUNDS):
         for name, stack in stacks.items():
-            if turn < 2 or sum(times[name].decode) < LIMIT_S:
+            if turn == 0 or time.perf_counter() < end:
                 native.use(stack)
                 _decode(native, workload, times[name])
                 told()
+    end = time.perf_counter() + LIMIT_S
     for name, stack in stacks.items():
         native.use(stack)
-        _prefill(native, workload, times[name])
+        _prefill(native, workload, times[name], end)
         told()
     return times
 
@@ -173,15 +174,15 @@ def _decode(native: Native, workload: Workload, times: Times) -> None:
         times.decode_sites.append(native.spent_until_now())
 
 
-def _prefill(native: Native, workload: Workload, times: Times) -> None:
-    """Run the prompts, unless a short one says that it takes too long; again if short."""
+def _prefill(native: Native, workload: Workload, times: Times, end: float) -> None:
+    """Run the prompts, unless a short one says that they take too long; again if short."""
     batch, prompt = workload.batch_size, workload.prompt_tokens
     probe = min(PROBE_TOKENS, prompt)
     native.run(_ids(native, 1, probe), native.cache(1, probe))  # warms up
     start = time.perf_counter()
     native.run(_ids(native, 1, probe), native.cache(1, probe))
-    expected_s = (time.perf_counter() - start) * batch * prompt / probe
-    if expected_s > PREFILL_LIMIT_S:
+    now = time.perf_counter()
+    if now + (now - start) * batch * prompt / probe > end:
         return
     while len(times.prefill) < (1 if sum(times.prefill) > local.LONG_S else ROUNDS):
         cache, ids = native.cache(batch, prompt), _ids(native, batch, prompt)

@@ -58,9 +58,9 @@ def test_stacks_are_run_in_turn_and_say_on_what(spec: OptimizeSpec) -> None:
     found = measure_stacks(folder, asked, SHORT)
     assert found.keys() == {"a", "b"}
     for it in found.values():
-        assert it.steps >= 2 * STEPS
+        assert it.steps >= STEPS
         assert it.per_token_s > 0
-        assert it.first_token_s is not None
+        assert it.first_token_s is None or it.first_token_s > 0
         assert it.spread >= 0
         assert (it.engine, it.version) == ("torch", torch.__version__)
 
@@ -76,30 +76,21 @@ def test_a_job_for_this_processor_has_its_answer_and_uniform_stacks_run(
     found = end_to_end(here, shape, stacks, lambda: calls.append(None))
     assert found.keys() == {"chosen", "all_bf16", "all_fp32"}
     assert found["chosen"] == found["all_bf16"]  # one stack, run once
-    assert len(calls) >= 2 * 3  # two stacks, two turns and a prefill
+    assert len(calls) >= 2 * 2  # two stacks, a turn and a prefill
     assert end_to_end(spec, shape, stacks, silent) == {}  # for an H100
     monkeypatch.setattr(local_run, "MEMORY_SHARE", 0.0)
     assert end_to_end(here, shape, stacks, silent) == {}
 
 
-def test_a_stack_that_is_slow_is_run_twice_and_no_more(
+def test_when_time_is_up_every_stack_has_had_its_turn_and_no_prompt_is_run(
     model: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_run, "LIMIT_S", 0.0)
     times = run(model, {"a": uniform(model.shape, ("bf16",))}, SHORT)
-    assert times["a"].measured().steps == 2 * STEPS
-
-
-def test_a_prompt_that_takes_too_long_is_left_out(
-    model: Native, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_run, "PREFILL_LIMIT_S", 0.0)
-    found = profile(model, SHORT)
-    assert found.prefill.sites == {}
-    monkeypatch.undo()
-    times = run(model, {"a": uniform(model.shape, ("bf16",))}, SHORT)
-    times["a"].prefill.clear()
-    assert times["a"].measured().first_token_s is None
+    found = times["a"].measured()
+    assert found.steps == STEPS
+    assert found.first_token_s is None
+    assert profile(model, SHORT).prefill.sites == {}
 
 
 def test_steps_of_more_than_one_run_are_taken_together() -> None:
