@@ -8,8 +8,9 @@ This file has the rows of serving; `training` has those of training.
 import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 from optimizer.sizes import held_bytes, size_bytes
 from optimizer.spec import Workload
@@ -160,28 +161,46 @@ def _largest(needed: Callable[[int], int], room: int, limit: int) -> int:
     return bisect.bisect_right(range(1, limit + 1), room, key=needed)
 
 
-def served(model: ModelShape, stack: Stack, ways: int = 1) -> Served:
-    """Return what a stack takes on one of `ways` devices."""
-    kinds = Counter(_kinds(model, stack))
-    norms = next(c for s, c in stack.choices.items() if s.component is Component.NORMS)
-    stream = model.hidden * size_bytes(norms.output)
-    widest = max(_matmul_bytes(shape, choice, ways) for shape, choice in kinds)
-    rest = math.ceil(vectors(model) * size_bytes(norms.input.format))
-    held = sum(n * _held(s, c, model, ways) for (s, c), n in kinds.items())
+Kinds = Mapping[tuple[SiteShape, Choice], int]
+"""Sites that are alike in size and choice, with how many there are."""
+
+
+def kinds(model: ModelShape, stack: Stack) -> Kinds:
+    """Count the sites that are alike, whichever their layer: a model has a dozen."""
+    found: dict[tuple[object, ...], tuple[SiteShape, Choice]] = {}
+    counts: Counter[tuple[object, ...]] = Counter()
+    for shape in model.sites:
+        choice = stack.choices[shape.site]
+        key = (shape.site.component, choice.name, *_sizes(shape))
+        counts[key] += 1
+        if key not in found:
+            found[key] = replace(shape, site=replace(shape.site, layer=0)), choice
+    return {found[key]: count for key, count in counts.items()}
+
+
+_sizes = attrgetter(*(f.name for f in fields(SiteShape) if f.name != "site"))
+
+
+def _of(alike: Kinds, component: Component) -> tuple[SiteShape, Choice] | None:
+    """Return the first kind of a component. None: the model has none."""
+    return next((k for k in alike if k[0].site.component is component), None)
+
+
+def served(model: ModelShape, alike: Kinds, ways: int = 1) -> Served:
+    """Return what a stack's `kinds` take on one of `ways` devices."""
+    norms = _of(alike, Component.NORMS)
+    assert norms is not None, "every model has a last norm"
+    fmt = norms[1].output
+    widest = max(_matmul_bytes(shape, choice, ways) for shape, choice in alike)
+    held = sum(n * _held(s, c, model, ways) for (s, c), n in alike.items())
+    rest = math.ceil(vectors(model) * size_bytes(fmt))
     return Served(
         ways=ways,
-        weight_bytes=held - _shared_bytes(model, stack, ways) + rest,
-        caches=tuple(_caches(kinds.items(), ways)),
-        chunk_bytes=stream + widest,
+        weight_bytes=held - _shared_bytes(model, alike, ways) + rest,
+        caches=tuple(_caches(alike, ways)),
+        chunk_bytes=model.hidden * size_bytes(fmt) + widest,
         logit_bytes=share_of(model.vocab, ways) * LOGIT_BYTES,
     )
-
-
-def _kinds(model: ModelShape, stack: Stack) -> Iterable[tuple[SiteShape, Choice]]:
-    """Yield every site with its choice, as if all were in one layer."""
-    for shape in model.sites:
-        alike = replace(shape.site, layer=0)
-        yield replace(shape, site=alike), stack.choices[shape.site]
 
 
 def _stored(choice: Choice) -> Precision:
@@ -194,17 +213,14 @@ def _held(shape: SiteShape, choice: Choice, model: ModelShape, ways: int) -> int
     return held_bytes(elements, shape.k or model.hidden, _stored(choice))
 
 
-def _shared_bytes(model: ModelShape, stack: Stack, ways: int) -> int:
+def _shared_bytes(model: ModelShape, alike: Kinds, ways: int) -> int:
     """Bytes that tied weights are counted twice with, where their choices agree."""
-    ends = {s.site.component: s for s in model.sites if s.site.component in _ENDS}
-    head = ends.get(Component.LM_HEAD)
-    if head is None or not model.tied_embeddings:
+    table, head = (_of(alike, component) for component in _ENDS)
+    if not model.tied_embeddings or table is None or head is None:
         return 0
-    table = stack.choices[ends[Component.EMBEDDINGS].site]
-    choice = stack.choices[head.site]
-    if _stored(table) != _stored(choice):
+    if _stored(table[1]) != _stored(head[1]):
         return 0
-    return _held(head, choice, model, ways)
+    return _held(*head, model, ways)
 
 
 def _matmul_bytes(shape: SiteShape, choice: Choice, ways: int) -> float:
@@ -219,10 +235,8 @@ def _matmul_bytes(shape: SiteShape, choice: Choice, ways: int) -> float:
     return k * size_bytes(choice.input.format) + n * size_bytes(choice.output)
 
 
-def _caches(
-    kinds: Iterable[tuple[tuple[SiteShape, Choice], int]], ways: int
-) -> Iterable[_Cache]:
-    for (shape, choice), count in kinds:
+def _caches(alike: Kinds, ways: int) -> Iterable[_Cache]:
+    for (shape, choice), count in alike.items():
         if shape.site.component is Component.KV_CACHE:
             element = size_bytes(choice.input.format) + size_bytes(
                 _stored(choice).format

@@ -6,9 +6,19 @@ import pytest
 from hypothesis import given, strategies as st
 
 from optimizer.architectures import PUBLISHED
+from optimizer.configs import shape_of
 from optimizer.cost import stack_cost
 from optimizer.hardware import DEVICES
-from optimizer.ledger import CHUNK_TOKENS, Entry, Ledger, matrices, served, vectors
+from optimizer.ledger import (
+    CHUNK_TOKENS,
+    Entry,
+    Ledger,
+    Served,
+    kinds,
+    matrices,
+    served,
+    vectors,
+)
 from optimizer.spec import Workload
 from optimizer.stack import (
     LINEAR,
@@ -17,6 +27,7 @@ from optimizer.stack import (
     Stack,
     choice_named,
 )
+from tests.optimizer.test_configs import config_of
 
 NAMES = sorted(PUBLISHED)
 WORKLOADS = st.builds(
@@ -38,6 +49,10 @@ def stack_of(model: ModelShape, linear: str = "bf16", cache: str = "bf16") -> St
     return Stack({s: choice_named(s.component, name(s.component)) for s in sites})
 
 
+def serve(model: ModelShape, stack: Stack, ways: int = 1) -> Served:
+    return served(model, kinds(model, stack), ways)
+
+
 @given(sizes=st.lists(st.integers(0, 2**50)))
 def test_a_table_adds_up(sizes: list[int]) -> None:
     ledger = Ledger(tuple(Entry(f"row {i}", n, "") for i, n in enumerate(sizes)))
@@ -48,7 +63,7 @@ def test_a_table_adds_up(sizes: list[int]) -> None:
 @given(name=st.sampled_from(NAMES), workload=WORKLOADS, ways=st.sampled_from([1, 2, 8]))
 def test_rows_of_serving_add_up(name: str, workload: Workload, ways: int) -> None:
     model = PUBLISHED[name].shape
-    ledger = served(model, stack_of(model), ways).ledger(workload)
+    ledger = serve(model, stack_of(model), ways).ledger(workload)
     rows = {e.name: e.bytes for e in ledger.entries}
     assert sum(rows.values()) == ledger.total_bytes
     assert rows.keys() == {"weights", "kv_cache", "activations"}
@@ -58,7 +73,7 @@ def test_rows_of_serving_add_up(name: str, workload: Workload, ways: int) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_weights_are_two_bytes_for_each_parameter(name: str) -> None:
     model = PUBLISHED[name].shape
-    assert served(model, stack_of(model)).weight_bytes == 2 * model.parameters
+    assert serve(model, stack_of(model)).weight_bytes == 2 * model.parameters
 
 
 def test_fp8_weights_by_hand() -> None:
@@ -68,7 +83,7 @@ def test_fp8_weights_by_hand() -> None:
     layers = 28 * (2 * 3584**2 + 2 * 512 * 3584 + 3 * 18944 * 3584)
     other = model.parameters - layers
     assert (
-        served(model, stack_of(model, "fp8_e4m3")).weight_bytes
+        serve(model, stack_of(model, "fp8_e4m3")).weight_bytes
         == layers + 4 * 4 * 28 + 2 * other
     )
 
@@ -79,7 +94,7 @@ def test_a_head_that_is_narrowed_alone_is_a_tensor_of_its_own() -> None:
     head = model.sites[-1].site
     narrow = choice_named(Component.LM_HEAD, "fp8_e4m3")
     apart = Stack({**stack.choices, head: narrow})
-    more = served(model, apart).weight_bytes - served(model, stack).weight_bytes
+    more = serve(model, apart).weight_bytes - serve(model, stack).weight_bytes
     assert more == 49152 * 576 + 4
 
 
@@ -87,16 +102,16 @@ def test_the_cache_is_grouped_heads_times_tokens() -> None:
     # Qwen2-7B: 28 layers × K and V × 4 heads × 128 × 2 bytes = 57,344 bytes a token.
     model = PUBLISHED["qwen2-7b"].shape
     workload = Workload(batch_size=16, prompt_tokens=900, output_tokens=100)
-    ledger = served(model, stack_of(model)).ledger(workload)
+    ledger = serve(model, stack_of(model)).ledger(workload)
     assert ledger.bytes_of("kv_cache") == 57_344 * 1000 * 16
-    halved = served(model, stack_of(model, cache="fp8_e4m3")).ledger(workload)
+    halved = serve(model, stack_of(model, cache="fp8_e4m3")).ledger(workload)
     assert halved.bytes_of("kv_cache") == 57_344 * 1000 * 16 // 2
 
 
 def test_windows_bound_the_cache() -> None:
     # Gemma 3 1B: 26 layers, K and V of one head of 256; every sixth sees all.
     model = PUBLISHED["gemma-3-1b"].shape
-    tokens = served(model, stack_of(model)).cache_bytes(10_000)
+    tokens = serve(model, stack_of(model)).cache_bytes(10_000)
     assert tokens == 2 * 256 * 2 * (22 * 512 + 4 * 10_000)
 
 
@@ -105,14 +120,14 @@ def test_the_cost_model_counts_the_same_matrices_and_cache(name: str) -> None:
     model = PUBLISHED[name].shape
     stack, workload = stack_of(model), Workload(8, 700, 300)
     cost = stack_cost(model, stack, DEVICES["h100"], workload)
-    ledger = served(model, stack).ledger(workload)
+    ledger = serve(model, stack).ledger(workload)
     assert ledger.bytes_of("weights") - cost.weight_bytes == 2 * vectors(model)
     assert ledger.bytes_of("kv_cache") == cost.kv_bytes
 
 
 def test_two_devices_hold_half_of_every_matrix_and_all_norms() -> None:
     model = PUBLISHED["qwen2-7b"].shape
-    one, two = (served(model, stack_of(model), ways) for ways in (1, 2))
+    one, two = (serve(model, stack_of(model), ways) for ways in (1, 2))
     held = sum(s.weight_elements for s in matrices(model))
     assert two.weight_bytes == held + 2 * vectors(model)
     assert two.cache_bytes(1000) == one.cache_bytes(1000) / 2
@@ -120,13 +135,13 @@ def test_two_devices_hold_half_of_every_matrix_and_all_norms() -> None:
 
 def test_more_devices_than_heads_hold_a_head_each() -> None:
     model = PUBLISHED["qwen2-7b"].shape
-    assert served(model, stack_of(model), 8).cache_bytes(1) == 57_344 // 4
+    assert serve(model, stack_of(model), 8).cache_bytes(1) == 57_344 // 4
 
 
 def test_activations_stop_growing_with_the_chunk() -> None:
     # Widest: gate and up, 3584 in and 2·18944 out, beside the stream; bf16.
     model = PUBLISHED["qwen2-7b"].shape
-    held = served(model, stack_of(model))
+    held = serve(model, stack_of(model))
     long = Workload(1, 131_072, 1)
     token = 2 * (3584 + 3584 + 2 * 18_944)
     assert held.working_bytes(long) == CHUNK_TOKENS * token + 4 * 152_064
@@ -142,7 +157,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(
     name: str, workload: Workload, room: int
 ) -> None:
     model = PUBLISHED[name].shape
-    held = served(model, stack_of(model))
+    held = serve(model, stack_of(model))
 
     def needed(batch: int) -> int:
         return held.ledger(replace(workload, batch_size=batch)).total_bytes
@@ -157,7 +172,7 @@ def test_the_largest_context_fits_and_one_more_token_does_not(
     workload: Workload, room: int, limit: int
 ) -> None:
     model = PUBLISHED["qwen2-7b"].shape
-    held = served(model, stack_of(model))
+    held = serve(model, stack_of(model))
 
     def needed(tokens: int) -> int:
         prompt = tokens - workload.output_tokens
@@ -172,16 +187,12 @@ def test_the_largest_context_fits_and_one_more_token_does_not(
 
 
 def test_an_encoder_has_no_cache() -> None:
-    from tests.optimizer.test_configs import config_of, shape_of
-
     model = shape_of(config_of("BertForMaskedLM"))
-    assert served(model, stack_of(model)).cache_bytes(100) == 0
-    assert served(model, stack_of(model)).weight_bytes == 2 * model.parameters
+    assert serve(model, stack_of(model)).cache_bytes(100) == 0
+    assert serve(model, stack_of(model)).weight_bytes == 2 * model.parameters
 
 
 def test_a_network_without_a_head_shares_nothing() -> None:
-    from tests.optimizer.test_configs import config_of, shape_of
-
     model = shape_of(config_of("Gemma2ForCausalLM"))
     headless = replace(model, sites=model.sites[:-1])
-    assert served(headless, stack_of(headless)).weight_bytes == 2 * model.parameters
+    assert serve(headless, stack_of(headless)).weight_bytes == 2 * model.parameters
