@@ -14,6 +14,8 @@ import torch
 from optimizer.checkpoint import Checkpoint
 from optimizer.choose import Chooser, Totals, fp8_share
 from optimizer.contrast import Contrast, compare
+from optimizer.cost import SiteCost
+from optimizer.document_latency import latency
 from optimizer.document_sites import added_kl_nats, components, layers, site_row
 from optimizer.evidence import Evidence
 from optimizer.experts import ExpertTokens, rare
@@ -211,10 +213,16 @@ def _hardware(run: Run) -> dict[str, Any]:
         "name": run.device.name,
         "arch": run.device.arch,
         "basis": run.basis,
-        "method": "what its sites took" if run.basis == "measured" else "roofline",
+        **latency(run.device, run.basis, _costs(run)),
         "memory_bytes": run.device.memory_bytes,
         "notes": list(run.device.notes),
     }
+
+
+def _costs(run: Run) -> list[SiteCost]:
+    chosen = run.stacks[run.verdict.label].choices
+    rows = [run.chooser.row(site, choice) for site, choice in chosen.items()]
+    return [row.cost for row in rows if row.cost is not None]
 
 
 def _totals(totals: Totals) -> dict[str, Any]:
@@ -328,8 +336,8 @@ def _limits(run: Run) -> list[str]:
         )
     if run.basis == "modelled":
         said.append(
-            "Latency is modelled by a roofline from the device's data sheet; it was "
-            "not measured on the device."
+            "Latency is put together from kernels that others measured and, where there "
+            "are none, a roofline fitted to them; the stack was not run on the device."
         )
     else:
         said.append(

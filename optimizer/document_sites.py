@@ -118,6 +118,7 @@ def _alternative(row: Row) -> dict[str, Any]:
         "collapsed": loss.collapsed if loss else None,
         "collapsed_pairs": loss.collapsed_pairs if loss else None,
         "per_token_s": cost.per_token_s if cost else None,
+        "basis": str(cost.basis) if cost else None,  # of the seconds
         "first_token_s": cost.first_token_s if cost else None,
         "bytes": cost.weight_bytes + cost.kv_bytes if cost else None,
         "refused": row.refused,

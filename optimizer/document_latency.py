@@ -1,0 +1,67 @@
+"""Where a stack's seconds are from: the basis, the engine, its version, the device."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from optimizer import fits, kernels
+from optimizer.cost import SiteCost
+from optimizer.hardware import Device
+from optimizer.kernels import Basis
+
+MEASURED = "what its sites took"
+
+
+def latency(device: Device, basis: str, costs: Sequence[SiteCost]) -> dict[str, Any]:
+    """Return the origin of the seconds per token that `costs` add up to.
+
+    `basis` is "measured" where all of them were taken on the device itself.
+    """
+    shares = basis_shares(costs)
+    known = kernels.tables(device.id) if Basis.KERNELS in shares else None
+    return {
+        "method": MEASURED if basis == "measured" else _method(device, shares),
+        "basis_shares": {str(b): share for b, share in shares.items()},
+        "engine": known.engine if known else None,
+        "engine_version": known.version if known else None,
+        "origin": known.origin if known else None,
+        "expected_error": expected_error(costs),
+    }
+
+
+def basis_shares(costs: Sequence[SiteCost]) -> dict[Basis, float]:
+    """Return the part of the seconds per token that each basis has, largest first."""
+    total = math.fsum(c.per_token_s for c in costs)
+    sums = {
+        b: math.fsum(c.per_token_s for c in costs if c.basis is b) / total
+        for b in Basis
+    }
+    return {b: sums[b] for b in sorted(sums, key=lambda b: -sums[b]) if sums[b]}
+
+
+def expected_error(costs: Sequence[SiteCost]) -> float | None:
+    """Return the relative error of the sum, were all sites off the same way.
+
+    Of kernels that is what interpolation adds, of the roofline the residual of its fit:
+    neither knows what a server does beside. None: a site does not say.
+    """
+    total = math.fsum(c.per_token_s for c in costs)
+    error = math.fsum(c.per_token_s * c.error for c in costs) / total
+    return None if math.isnan(error) else error
+
+
+def _method(device: Device, shares: dict[Basis, float]) -> str:
+    parts = [f"{_named(b, device)} ({share:.0%})" for b, share in shares.items()]
+    return ", ".join(parts)
+
+
+def _named(basis: Basis, device: Device) -> str:
+    match basis:
+        case Basis.MEASURED:
+            return "kernels timed on the device itself"
+        case Basis.KERNELS:
+            known = kernels.tables(device.id)
+            assert known is not None, "a kernel's time is of its device's tables"
+            return f"measured kernels of {known.engine} {known.version}, {known.origin}"
+        case _:
+            return f"roofline fitted to {fits.fit(device).origin}"
