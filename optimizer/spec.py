@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from optimizer import spread
 from optimizer.errors import SpecError
 from optimizer.formats import FORMATS
 
@@ -19,8 +20,25 @@ class LatencySla:
 
     per_token_s: float | None = None
     first_token_s: float | None = None
+    percentile: float = 0.5  # that the seconds hold for; a share
+
+    @property
+    def of_median(self) -> "LatencySla":
+        """What the median has to meet, so that the percentile meets this."""
+        spreads = (spread.P99_PER_TOKEN, spread.P99_FIRST_TOKEN)
+        limits = (self.per_token_s, self.first_token_s)
+        return LatencySla(
+            *(
+                None if s is None else s / spread.over_median(self.percentile, p99)
+                for s, p99 in zip(limits, spreads, strict=True)
+            )
+        )
 
     def __post_init__(self) -> None:
+        if not 0.5 <= self.percentile < 1:
+            raise SpecError(
+                "latency_sla.percentile must be a share, from 0.5 to under 1"
+            )
         for name in ("per_token_s", "first_token_s"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
