@@ -88,11 +88,14 @@ class ChoiceView(AnswerView):
 class DeviceView(DeviceSummary):
     """A device with all that it can do, the reason for each "no", and the sources.
 
-    `components` answers for sites whose sizes are multiples of everything;
+    `stored_weights` and `stored_cache` are narrow in memory and widened as they are
+    read. `components` answers for sites whose sizes are multiples of everything;
     `shape_rules` says what sizes must be.
     """
 
     units: UnitsView | None = None
+    stored_weights: list[str] = []
+    stored_cache: list[str] = []
     matmuls: list[MatmulView] = []
     components: dict[Component, list[ChoiceView]] = {}
     shape_rules: dict[str, str] = SHAPE_RULES
@@ -163,6 +166,8 @@ def _view(found: Device) -> DeviceView:
     return DeviceView(
         **_facts(found),
         units=units,
+        stored_weights=sorted(found.support.stored_weights),
+        stored_cache=sorted(found.support.stored_cache),
         matmuls=[
             MatmulView(
                 input=pair.input,

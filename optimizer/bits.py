@@ -114,7 +114,7 @@ def format_named(name: str) -> Format:
     """Return the format. Raises SpecError with the closest names and all of them."""
     if name in FORMATS:
         return FORMATS[name]
-    close = difflib.get_close_matches(name.lower(), FORMATS, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name[:LONGEST].lower(), FORMATS, n=3, cutoff=0.5)
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     known = ", ".join(FORMATS)
     raise SpecError(f"no format {name[:LONGEST]!r}; {meant}there are: {known}")

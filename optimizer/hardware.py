@@ -193,14 +193,15 @@ def device(name: str) -> Device:
         close = closest(name)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         known = ", ".join(DEVICES)
-        raise HardwareError(f"unknown hardware {name!r}; {meant}known: {known}")
+        shown = repr(name[:64])  # a caller may send any length
+        raise HardwareError(f"unknown hardware {shown}; {meant}known: {known}")
     return found
 
 
 def closest(name: str) -> list[str]:
     """Return the ids, at most three, that a misspelled name may stand for."""
     names = {**_aliases, LOCAL: LOCAL}
-    close = difflib.get_close_matches(_plain(name), names, n=8, cutoff=0.6)
+    close = difflib.get_close_matches(_plain(name)[:64], names, n=8, cutoff=0.6)
     return list(dict.fromkeys(names[each] for each in close))[:3]
 
 

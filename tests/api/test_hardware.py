@@ -72,6 +72,8 @@ def test_hardware_is_the_catalogue(client: TestClient, refused: Refused) -> None
     assert h100["ridge_flop_per_byte"]["bf16"] == pytest.approx(295.3, abs=0.05)
     assert h100["units"]["count"] == 132
     assert "one_e5m2" in h100["shape_rules"]
+    assert h100["stored_weights"] == ["fp8_e4m3", "int4"]
+    assert h100["stored_cache"] == ["fp8_e4m3", "fp8_e5m2"]
     assert h100["sources"]
 
 
@@ -82,6 +84,15 @@ def test_an_unknown_device_is_answered_with_the_closest(
     assert "did you mean h100 or v100 or p100?" in problem["detail"]
     problem = refused(client.get("/v1/hardware/tpu"), 404, "not_found")
     assert "known: p100" in problem["detail"]
+
+
+@pytest.mark.parametrize("name", ["x" * 20_000, "%F0%9F%92%A9", "%20", "..%2Fh100"])
+def test_no_name_makes_the_service_fail(
+    client: TestClient, refused: Refused, name: str
+) -> None:
+    for kind in ("hardware", "formats"):
+        problem = refused(client.get(f"/v1/{kind}/{name}"), 404, "not_found")
+        assert len(problem["detail"]) < 1000
 
 
 def test_what_local_can_do_is_not_known(client: TestClient) -> None:
