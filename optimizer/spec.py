@@ -25,14 +25,13 @@ class LatencySla:
     @property
     def of_median(self) -> "LatencySla":
         """What the median has to meet, so that the percentile meets this."""
-        spreads = (spread.P99_PER_TOKEN, spread.P99_FIRST_TOKEN)
-        limits = (self.per_token_s, self.first_token_s)
         return LatencySla(
-            *(
-                None if s is None else s / spread.over_median(self.percentile, p99)
-                for s, p99 in zip(limits, spreads, strict=True)
-            )
+            self._of_median(self.per_token_s, spread.P99_PER_TOKEN),
+            self._of_median(self.first_token_s, spread.P99_FIRST_TOKEN),
         )
+
+    def _of_median(self, limit: float | None, p99: float) -> float | None:
+        return limit and limit / spread.over_median(self.percentile, p99)
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.percentile < 1:
