@@ -52,7 +52,7 @@ def names(session: Session, tenant_id: str, request: OptimizeRequest) -> Named:
         formats=formats,
         engine=engine,
         workload=_workload(request.workload, task),
-        latency_sla=LatencySla(**sla.model_dump()) if sla else LatencySla(),
+        latency_sla=LatencySla.at(**sla.model_dump()) if sla else LatencySla(),
         rounding=_known("/search/rounding", "rounding", rounding, ROUNDINGS),
         data_distribution=name,
         dataset_path=data_path,

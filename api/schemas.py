@@ -63,6 +63,7 @@ class Sla(Body):
 
     per_token_s: SlaSeconds | None = None
     first_token_s: SlaSeconds | None = None
+    percentile: Annotated[float, Field(ge=0.5, lt=1)] = 0.5
 
     @model_validator(mode="after")
     def _some(self) -> Self:

@@ -138,7 +138,10 @@ def _verdict(run: Run) -> dict[str, Any]:
     return {
         "outcome": run.verdict.outcome,
         "sentence": _sentence(run),
-        "sla": asdict(run.spec.latency_sla),
+        "sla": {
+            **asdict(run.spec.latency_sla),  # what the median has to meet
+            "asked": run.spec.latency_sla.asked,
+        },
         "chosen": front_id(run, chosen),
         "would_meet": list(run.verdict.would_meet),
     }

@@ -16,22 +16,45 @@ TASKS = ("chat", "completion", "summarization", "code")
 
 @dataclass(frozen=True, slots=True)
 class LatencySla:
-    """Seconds, each optional. `per_token_s` is per output token of one sequence."""
+    """Seconds of the median, each optional. `per_token_s` is of one sequence's token.
+
+    A target at a percentile is what the median has to meet for it: `at` makes one.
+    """
 
     per_token_s: float | None = None
     first_token_s: float | None = None
-    percentile: float = 0.5  # that the seconds hold for; a share
+    percentile: float = 0.5  # that was asked for; a share
 
-    @property
-    def of_median(self) -> "LatencySla":
-        """What the median has to meet, so that the percentile meets this."""
-        return LatencySla(
-            self._of_median(self.per_token_s, spread.P99_PER_TOKEN),
-            self._of_median(self.first_token_s, spread.P99_FIRST_TOKEN),
+    @classmethod
+    def at(
+        cls,
+        percentile: float,
+        per_token_s: float | None = None,
+        first_token_s: float | None = None,
+    ) -> "LatencySla":
+        """Return the target whose `percentile` holds these seconds."""
+        asked = cls(per_token_s, first_token_s, percentile)  # refuses what is no target
+        each, first = asked._spreads()
+        return cls(
+            per_token_s and per_token_s / each,
+            first_token_s and first_token_s / first,
+            percentile,
         )
 
-    def _of_median(self, limit: float | None, p99: float) -> float | None:
-        return limit and limit / spread.over_median(self.percentile, p99)
+    @property
+    def asked(self) -> dict[str, float | None]:
+        """The seconds that the percentile has to hold."""
+        each, first = self._spreads()
+        return {
+            "per_token_s": self.per_token_s and self.per_token_s * each,
+            "first_token_s": self.first_token_s and self.first_token_s * first,
+        }
+
+    def _spreads(self) -> tuple[float, float]:
+        return (
+            spread.over_median(self.percentile, spread.P99_PER_TOKEN),
+            spread.over_median(self.percentile, spread.P99_FIRST_TOKEN),
+        )
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.percentile < 1:

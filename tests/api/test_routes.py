@@ -71,13 +71,29 @@ def test_what_is_left_out_follows_from_the_task(tiny: None, client: TestClient) 
     }
     job = client.post("/v1/optimize", json=body).json()
     request = job["request"]
-    workload = {"batch_size": 4, "prompt_tokens": 2048, "output_tokens": 128}
-    assert request["workload"] == workload
-    assert request["latency_sla"] == {"per_token_s": None, "first_token_s": None}
+    lengths = {"prompt_tokens": 2048, "output_tokens": 128}
+    served = {"tensor_parallel": 1, "cuda_graphs": True}
+    assert request["workload"] == {"batch_size": 4, **lengths, **served}
+    nothing = {"per_token_s": None, "first_token_s": None}
+    assert request["latency_sla"] == {**nothing, "percentile": 0.5}
     assert request["formats"] == ["bf16", "fp8_e4m3"]
     assert (request["engine"], request["max_memory_bytes"]) == ("vllm", 10**9)
     assert (request["calibration_tokens"], request["seed"]) == (512, 7)
     assert job["metadata"] == {"team": "ads"}
+
+
+def test_a_target_at_a_percentile_asks_more_of_the_median(
+    tiny: None, client: TestClient
+) -> None:
+    sla = {"per_token_s": 0.01, "percentile": 0.99}
+    answer = client.post("/v1/optimize", json={**BODY, "latency_sla": sla}).json()
+    kept = answer["request"]["latency_sla"]
+    assert kept["percentile"] == 0.99
+    # The 99th percentile is stated as 1.93 / 1.51 of the median.
+    assert kept["per_token_s"] == pytest.approx(0.01 * 1.51 / 1.93)
+    for wrong in (0.4, 1.0, "half"):
+        body = {**BODY, "latency_sla": {**sla, "percentile": wrong}}
+        assert client.post("/v1/optimize", json=body).status_code == 422
 
 
 def test_a_folder_under_an_allowed_root_needs_no_name(

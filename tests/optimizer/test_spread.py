@@ -21,19 +21,20 @@ def test_a_percentile_between_them_by_hand() -> None:
 def test_a_target_without_a_percentile_is_of_the_median() -> None:
     sla = LatencySla(per_token_s=0.01)
     assert sla.percentile == 0.5
-    assert sla.of_median == sla
+    assert sla == LatencySla.at(0.5, per_token_s=0.01)
+    assert sla.asked == {"per_token_s": 0.01, "first_token_s": None}
 
 
 def test_what_the_median_has_to_meet_is_less_than_a_target_at_a_percentile() -> None:
-    sla = LatencySla(per_token_s=0.01, first_token_s=0.1, percentile=0.99)
-    median = sla.of_median
-    assert median.per_token_s == pytest.approx(0.01 / P99_PER_TOKEN)
-    assert median.first_token_s == pytest.approx(0.1 / P99_FIRST_TOKEN)
-    assert median.percentile == 0.5
-    assert LatencySla(percentile=0.99).of_median == LatencySla()
+    sla = LatencySla.at(0.99, per_token_s=0.01, first_token_s=0.1)
+    assert sla.per_token_s == pytest.approx(0.01 / P99_PER_TOKEN)
+    assert sla.first_token_s == pytest.approx(0.1 / P99_FIRST_TOKEN)
+    assert sla.percentile == 0.99
+    assert sla.asked == pytest.approx({"per_token_s": 0.01, "first_token_s": 0.1})
+    assert LatencySla.at(0.99).per_token_s is None
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.49, 1.0, 99.0, float("nan")])
 def test_a_percentile_is_a_share_from_the_median_up(wrong: float) -> None:
     with pytest.raises(SpecError, match=r"latency_sla.percentile must be a share"):
-        LatencySla(per_token_s=0.01, percentile=wrong)
+        LatencySla.at(wrong, per_token_s=0.01)
