@@ -9,10 +9,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo model serve test lint format bench peers clean
+.PHONY: help install demo model serve test lint format gpu-check bench peers clean
 
 help: ## Print every target
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  DATA_DIR=$(DATA_DIR) is where jobs, models and reports are kept"
 
 install: $(INSTALLED) ## Make .venv with everything that tests and benchmarks need
@@ -44,6 +44,9 @@ lint: install ## Run format check, lint, types and import contracts
 format: install ## Format, and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+gpu-check: install ## Time FP8 on the GPU at hand beside the model, in minutes
+	$(BIN)/python -m tests.gpu.check --out $(DATA_DIR)/gpu-check.json
 
 bench: install ## List the benchmarks; `make bench NAME=sweep` runs one
 ifdef NAME
