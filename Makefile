@@ -9,10 +9,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo model serve test lint format gpu-check bench peers clean
+.PHONY: help install demo model serve test lint format gpu-check bench peers estimator clean
 
 help: ## Print every target
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  DATA_DIR=$(DATA_DIR) is where jobs, models and reports are kept"
 
 install: $(INSTALLED) ## Make .venv with everything that tests and benchmarks need
@@ -61,6 +61,11 @@ peers: ## Make .venv-peers, which tests.bench.peers compares with
 	.venv-peers/bin/python -m pip install -q 'torch<2.14' '.[peers]'
 	.venv-peers/bin/python -m pip install -q --no-deps aimet-torch==2.42.0
 
+# A third: the package is large, and only a benchmark wants it.
+estimator: ## Make .venv-latency, which tests.bench.latency compares with
+	test -x .venv-latency/bin/python || $(PYTHON) -m venv .venv-latency
+	.venv-latency/bin/python -m pip install -q 'aiconfigurator==0.12.*'
+
 clean: ## Remove .venv and caches; the data stays
-	rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-peers .venv-latency .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
