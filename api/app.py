@@ -11,7 +11,17 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
-from api import catalog, db, formats, hardware, health, listings, problems, routes
+from api import (
+    catalog,
+    db,
+    estimate,
+    formats,
+    hardware,
+    health,
+    listings,
+    problems,
+    routes,
+)
 from api.metrics import Metrics, service_version
 from api.middleware import BodyLimit, Envelope
 from api.settings import settings
@@ -50,7 +60,7 @@ def create_app() -> FastAPI:
     limits["/v1/datasets/"] = settings().max_dataset_bytes
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(Envelope, metrics=app.state.metrics)  # the last is outermost
-    for part in (routes, hardware, formats, listings, health):
+    for part in (routes, estimate, hardware, formats, listings, health):
         app.include_router(part.router)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app

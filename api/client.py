@@ -83,6 +83,12 @@ class Client:
         """Close the connections."""
         self._http.close()
 
+    # -- estimates -------------------------------------------------------------
+
+    def estimate(self, body: Json) -> Json:
+        """Estimate what `body`, as of a job, would get; no job is made."""
+        return self._json("POST", "/v1/estimate", json=body)
+
     # -- jobs ------------------------------------------------------------------
 
     def optimize(self, body: Json) -> Json:
