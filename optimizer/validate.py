@@ -134,8 +134,10 @@ def run_stack(
             agree.append(top1_agrees(reference, logits).double().numpy())
 
     _run(model, truth.sequences, executor, after, progress)
-    of_tokens = [np.concatenate(v) for v in (kl, nll, agree)]
-    return TokenValues(*of_tokens, overflowed=np.array(overflows.counts, np.float64))
+    overflowed = np.array(overflows.counts, dtype=np.float64)
+    return TokenValues(
+        np.concatenate(kl), np.concatenate(nll), np.concatenate(agree), overflowed
+    )
 
 
 def _run(

@@ -151,7 +151,7 @@ class Work(Opened):
         return [token_values(result) for result in self._run(pieces)]
 
     def compensated(self, stack: Stack) -> tuple[TokenValues, Gain]:
-        """Run a stack whose FP8 weights are rounded with their errors fed forward."""
+        """Run a stack whose FP8 weights are compensated, and its static scales fitted."""
         plain = self._stack_piece(stack)
         calibration = _digest(self.tokens.calibration.sequences)
         key = key_of("compensated", plain.key, calibration)
@@ -346,10 +346,10 @@ class Work(Opened):
     def _compensated(self, stack: Stack) -> Result:
         truth, largest = self.truth, self.amaxes()
         sequences = self.tokens.calibration.sequences
-        weights, gain = recode(
-            self.model, sequences, stack, self.inside, self.spec.seed
+        weights, gain, fitted = recode(
+            self.model, sequences, stack, self.inside, self.spec.seed, largest
         )
-        values = run_stack(self.model, truth, stack, largest, weights, self.inside)
+        values = run_stack(self.model, truth, stack, fitted, weights, self.inside)
         return {**texts(values), "gain": asdict(gain)}
 
     def _validate(self, stack: Stack) -> Result:
