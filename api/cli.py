@@ -14,10 +14,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from api import console, lookup, measure, operate
+from api import console, estimate_cli, lookup, measure, operate
 from api.client import Client, ClientError
 from api.operate import DataDir, OperateError
-from api.options import AsJson, Key, Url, connect, dumps, emit
+from api.options import AsJson, Key, Url, connect, dumps, emit, seconds
 
 SLA_NOT_MET = 3
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -41,6 +41,7 @@ lookup.hardware.command("profile")(measure.profile)
 app.command("bits", context_settings={"ignore_unknown_options": True})(
     lookup.look_at_bits
 )
+app.command()(estimate_cli.estimate)
 app.command()(operate.serve)
 app.command()(operate.demo)
 
@@ -81,20 +82,6 @@ class Ask:
             "search": {"rounding": self.rounding} if self.rounding else None,
         }
         return {name: value for name, value in said.items() if value is not None}
-
-
-def seconds(text: str, option: str | None = None) -> float:
-    """Read `20ms`, `0.02s`, `500us` or `0.02`: seconds. Raises BadParameter."""
-    units = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
-    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs|)\s*", text)
-    try:
-        value = float(match[1]) * units[match[2]] if match else -1.0
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        detail = f"{text!r} is not a time above 0 such as 20ms or 0.02"
-        raise typer.BadParameter(detail, param_hint=option)
-    return value
 
 
 @app.command()

@@ -5,6 +5,7 @@ or what a service on this machine left in --data-dir.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +32,20 @@ def connect(url: str | None, key: str | None, data_dir: Path) -> Client:
         url = operate.address(data_dir)
         key = key or operate.first_key(data_dir)
     return Client(url, key)
+
+
+def seconds(text: str, option: str | None = None) -> float:
+    """Read `20ms`, `0.02s`, `500us` or `0.02`: seconds. Raises BadParameter."""
+    units = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs|)\s*", text)
+    try:
+        value = float(match[1]) * units[match[2]] if match else -1.0
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        detail = f"{text!r} is not a time above 0 such as 20ms or 0.02"
+        raise typer.BadParameter(detail, param_hint=option)
+    return value
 
 
 def dumps(value: Any) -> str:

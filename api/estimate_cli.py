@@ -1,0 +1,53 @@
+"""`precision estimate`: what to expect of a model on a device, without a job."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from api import console_estimate, operate
+from api.operate import DataDir
+from api.options import AsJson, Key, Url, connect, emit, seconds
+
+
+def estimate(
+    model: Annotated[
+        str, typer.Argument(help="A registered or published name, or a folder.")
+    ],
+    hardware: Annotated[str, typer.Option(help="A device id such as h100.")],
+    sla: Annotated[
+        str | None, typer.Option(help="Time per output token: 20ms, or 0.02 seconds.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences at once.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="GPUs that share every layer.")
+    ] = None,
+    train: Annotated[
+        str | None, typer.Option(help="pretraining, lora, alignment, …: and training.")
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Estimate memory, latency by format and what FP8 buys; measures nothing."""
+    workload = {
+        "batch_size": batch,
+        "prompt_tokens": context,
+        "tensor_parallel": devices,
+    }
+    folder = Path(model).expanduser()
+    said: dict[str, Any] = {
+        "model": {"path": str(folder.resolve())} if folder.is_dir() else model,
+        "hardware": hardware,
+        "latency_sla": None if sla is None else seconds(sla, "--sla"),
+        "workload": {k: n for k, n in workload.items() if n is not None} or None,
+        "training": None if train is None else {"scenario": train},
+    }
+    body = {name: value for name, value in said.items() if value is not None}
+    with connect(url, key, data_dir) as client:
+        found = client.estimate(body)
+    emit(found, as_json, console_estimate.estimate)
