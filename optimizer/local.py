@@ -9,6 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache
 from types import MappingProxyType
 
 import psutil
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from optimizer.casts import CastCost, Casts, Pair, neighbors
 from optimizer.cost import SiteCost, site_cost
 from optimizer.formats import E4M3
 from optimizer.hardware import LOCAL, Device
@@ -102,6 +104,29 @@ def measured(model: ModelShape, local: Device, workload: Workload) -> CostOf:
         )
 
     return cost_of
+
+
+def casts(model: ModelShape, workload: Workload) -> Casts:
+    """Return what it costs here to hand on another format than is read, each size once."""
+    shapes = {s.site: s for s in model.sites}
+    batch, prompt = workload.batch_size, workload.prompt_tokens
+
+    @cache
+    def cast_s(rows: int, width: int, given: str, wanted: str) -> float:
+        x = torch.zeros(rows, width, dtype=DTYPES[given])
+        return seconds(lambda: x.to(DTYPES[wanted]))
+
+    def cost_of(pair: Pair, producer: Choice, consumer: Choice) -> CastCost:
+        given, wanted = producer.output, consumer.input.format
+        if given == wanted:
+            return CastCost(0.0, 0.0)
+        reader = shapes[pair[1]]
+        last_only = reader.site.component is Component.LM_HEAD
+        rows = (batch, batch if last_only else batch * prompt)
+        width = reader.k or reader.elements
+        return CastCost(*(cast_s(n, width, given, wanted) for n in rows))
+
+    return Casts(neighbors(model), cost_of)
 
 
 def _both(

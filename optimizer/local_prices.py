@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optimizer import local
+from optimizer.casts import Casts
 from optimizer.cost import SiteCost, site_cost
 from optimizer.errors import HardwareError
 from optimizer.hardware import Device
@@ -157,15 +158,15 @@ def costs(
 
 def target(
     folder: Path, model: ModelShape, workload: Workload, told: Told = silent
-) -> tuple[Device, CostOf]:
-    """Return this processor and what sites cost on it, timed in whole runs if it can be.
+) -> tuple[Device, CostOf, Casts]:
+    """Return this processor and what sites and casts cost on it, timed in whole runs.
 
-    Where it cannot, kernels are run one by one, and the device's notes say why.
+    Where the model cannot be run, kernels are, one by one; the device's notes say why.
     """
-    device = local.device()
+    device, casts = local.device(), local.casts(model, workload)
     try:
         own = profile(opened(folder), workload, told)
     except HardwareError as no:
         device = replace(device, notes=(*device.notes, str(no)))
-        return device, local.measured(model, device, workload)
-    return replace(device, notes=(NOTE,)), costs(model, device, workload, own)
+        return device, local.measured(model, device, workload), casts
+    return replace(device, notes=(NOTE,)), costs(model, device, workload, own), casts

@@ -84,6 +84,7 @@ class Native:
         self._spent: Spent = defaultdict(list)
         self._weights: dict[tuple[int, str], tuple[Tensor, Tensor | None]] = {}
         self._choices: Mapping[Site, Choice] = {}
+        self._cast: tuple[Tensor, Tensor] | None = None  # the last, before and after
         parts: dict[Site, list[LinearPart]] = defaultdict(list)
         for part in linear_parts(network, self.layers):
             parts[part.site].append(part)
@@ -181,7 +182,7 @@ class Native:
         def forward(x: Tensor) -> Tensor:
             choice = self._choices[part.site]
             assert choice.weight is not None
-            x = x.to(WIDE[choice.input.format])
+            x = self._as(x, WIDE[choice.input.format])
             weight, scale = self._weight(part.weight, choice.weight)
             bias = None if part.bias is None else part.bias.to(x.dtype)
             if scale is not None:
@@ -194,6 +195,12 @@ class Native:
             return y.to(WIDE[choice.output])
 
         return forward
+
+    def _as(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cast what several matrices read (q, k, v; gate, up) once."""
+        if self._cast is None or self._cast[0] is not x or self._cast[1].dtype != dtype:
+            self._cast = (x, x.to(dtype))
+        return self._cast[1]
 
     def _weight(
         self, weight: Tensor, precision: Precision

@@ -214,8 +214,8 @@ def _target(
         covered = profiled.covers(costs, shape)
         return target, "measured" if covered else "modelled", costs, pairs
     folder = Path(spec.model_path)
-    target, costs = local_prices.target(folder, shape, spec.workload, told)
-    return target, "measured", costs, casts.NO_CASTS
+    target, costs, pairs = local_prices.target(folder, shape, spec.workload, told)
+    return target, "measured", costs, pairs
 
 
 def _overflowing(largest: Amaxes) -> dict[Site, float]:

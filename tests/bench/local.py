@@ -2,7 +2,8 @@
 
 The demo model is run end to end in five stacks. The prediction adds up what sites took
 in runs of three uniform stacks (fp32, bf16, FP8 weights), as `hardware: "local"` does;
-the measurement is of other runs. All of them take turns, so that other work on the
+the measurement is of other runs. All of them take turns, and the fastest quarter of
+each stack's steps counts, predicted and measured alike, so that other work on the
 machine counts for little. The roofline, with this processor's own peaks, stands beside
 them, and under PRECISION_VLLM_PYTHON what vLLM takes for the same checkpoint in bf16.
 The last line is JSON.
@@ -39,6 +40,7 @@ ATTENTION = frozenset(
     }
 )
 DEMO = Path("var/models/smollm2-135m-instruct")
+FASTEST = 0.25
 WORKLOAD = Workload(batch_size=1, prompt_tokens=512, output_tokens=128)
 WEIGHT_ONLY = ("fp8_e4m3_weight_only", "bf16")
 
@@ -74,7 +76,26 @@ def measured(
     for _ in range(rounds):
         for name, times in run(native, {**known, **asked}, WORKLOAD).items():
             every[name].add(times)
-    return every
+    return {name: fastest(times) for name, times in every.items()}
+
+
+def fastest(times: Times) -> Times:
+    """Return the fastest steps: in the others, other work had the cores."""
+    decode, prefill = (
+        sorted(zip(steps, parts, strict=True), key=lambda pair: pair[0])[
+            : math.ceil(FASTEST * len(steps))
+        ]
+        for steps, parts in (
+            (times.decode, times.decode_sites),
+            (times.prefill, times.prefill_sites),
+        )
+    )
+    return Times(
+        [step for step, _ in decode],
+        [step for step, _ in prefill],
+        [sites for _, sites in decode],
+        [sites for _, sites in prefill],
+    )
 
 
 def figures_of(
@@ -85,6 +106,7 @@ def figures_of(
 ) -> dict[str, float]:
     """Print a row for each stack, and return what it says."""
     sites, device = native.shape.sites, local.device()
+    casts = local.casts(native.shape, WORKLOAD)
     figures: dict[str, float] = {}
     print(f"{'':22}{'ms per token':>42}{'seconds to the first':>24}")
     print(
@@ -93,9 +115,13 @@ def figures_of(
     print(f"{'predicted':>14}{'measured':>10}")
     for name, stack in asked.items():
         found = every[name].measured()
+        added = casts.total(stack.choices)
         step, first = (
-            math.fsum(prices.of(s, stack.choices[s.site]) or 0.0 for s in sites)
-            for prices in (own.decode, own.prefill)
+            math.fsum(prices.of(s, stack.choices[s.site]) or 0.0 for s in sites) + more
+            for prices, more in (
+                (own.decode, added.per_token_s),
+                (own.prefill, added.first_token_s),
+            )
         )
         roof = stack_cost(native.shape, stack, device, WORKLOAD).per_token_s
         error = step / found.per_token_s - 1
@@ -104,7 +130,7 @@ def figures_of(
             f"{error:11.1%}{first:14.2f}{found.first_token_s or math.nan:10.2f}"
         )
         figures[f"{name}_per_token_s"] = round(found.per_token_s, 5)
-        figures[f"{name}_first_token_s"] = round(found.first_token_s or math.nan, 4)
+        figures[f"{name}_first_token_s"] = round(found.first_token_s or 0.0, 4)
         figures[f"{name}_error_ratio"] = round(error, 4)
         figures[f"{name}_spread_ratio"] = round(found.spread, 3)
     return figures
@@ -113,7 +139,7 @@ def figures_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
     native = opened(arguments.model)
     known = dict(enumerate(profiled(native.shape)))

@@ -6,7 +6,7 @@ import torch
 from optimizer import local
 from optimizer.local import REPEATS, seconds
 from optimizer.spec import Workload
-from optimizer.stack import CHOICES, Component
+from optimizer.stack import CHOICES, Component, choice_named
 from tests.optimizer import tiny
 
 
@@ -42,3 +42,16 @@ def test_every_choice_of_a_cpu_has_a_kernel_that_runs() -> None:
                 cost = cost_of(shape, choice)
                 assert cost.per_token_s > 0
                 assert cost.first_token_s > 0
+
+
+def test_handing_on_another_format_than_is_read_costs_a_cast() -> None:
+    casts = local.casts(tiny.loaded().shape, Workload(2, 64, 4))
+    choices = {n: choice_named(Component.NORMS, n) for n in ("bf16", "fp32")}
+    read = choice_named(Component.ATTN_QKV, "bf16")
+    pair = next(p for p in casts.pairs if p[1].component is Component.ATTN_QKV)
+    assert casts.cost_of(pair, choices["bf16"], read).per_token_s == 0.0
+    cost = casts.cost_of(pair, choices["fp32"], read)
+    assert cost.per_token_s > 0
+    head = next(p for p in casts.pairs if p[1].component is Component.LM_HEAD)
+    last = casts.cost_of(head, choices["fp32"], choice_named(Component.LM_HEAD, "bf16"))
+    assert last.per_token_s == last.first_token_s  # both of two tokens, timed once

@@ -111,7 +111,8 @@ def test_a_model_that_memory_holds_in_one_precision_only_is_summed_and_says_so(
 ) -> None:
     folder = Path(spec.model_path)
     shape = opened(folder).shape
-    device, cost_of = target(folder, shape, SHORT)
+    device, cost_of, casts = target(folder, shape, SHORT)
+    assert casts.pairs
     assert device.notes == (NOTE,)
     bf16 = choice_named(MATRIX.component, "bf16")
     matrix = next(s for s in shape.sites if s.site == MATRIX)
@@ -119,6 +120,6 @@ def test_a_model_that_memory_holds_in_one_precision_only_is_summed_and_says_so(
     monkeypatch.setattr(local_run, "MEMORY_SHARE", 0.0)
     with pytest.raises(HardwareError, match="GB are free for them"):
         opened(folder)
-    device, cost_of = target(folder, shape, SHORT)
+    device, cost_of, _ = target(folder, shape, SHORT)
     assert "not run end to end here" in device.notes[-1]
     assert cost_of(matrix, bf16).per_token_s > 0
