@@ -22,6 +22,7 @@ from optimizer.search import Edge, Option
 from optimizer.sensitivity import Sensitivities, Sensitivity
 from optimizer.spec import LatencySla, OptimizeSpec, Workload
 from optimizer.stack import (
+    WHOLE_MODEL,
     Choice,
     Component,
     ModelShape,
@@ -154,8 +155,11 @@ class Chooser:
     alike: frozenset[Component] = frozenset()  # one choice for all sites of these
     groups: tuple[Group, ...] = field(init=False)
     edges: tuple[Edge, ...] = field(init=False)
+    _rows: dict[Site, dict[Choice, Row]] = field(init=False)
+    _fronts: dict[int, list[Stack]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._rows = {s: {r.choice: r for r in some} for s, some in self.table.items()}
         self.groups = tuple(self._groups())
         self.edges = tuple(self._edges())
 
@@ -245,10 +249,9 @@ class Chooser:
     def _tied_correction(self, ends: Mapping[Component, Choice]) -> int:
         """Bytes to add to the sum of both ends, where they are one tensor: ≤ 0."""
         apart = sum(
-            row.cost.weight_bytes
-            for site, rows in self.table.items()
-            for row in rows
-            if row.cost and ends.get(site.component) == row.choice
+            cost.weight_bytes
+            for component, choice in ends.items()
+            if (cost := self.row(Site(WHOLE_MODEL, component), choice).cost)
         )
         table, head = (ends[c] for c in TIED_COMPONENTS)
         return tied_bytes(self.model, table, head) - apart
@@ -276,7 +279,7 @@ class Chooser:
 
     def row(self, site: Site, choice: Choice) -> Row:
         """Return the row of one choice of a site."""
-        return next(r for r in self.table[site] if r.choice == choice)
+        return self._rows[site][choice]
 
     def _stack(self, picked: Sequence[int]) -> Stack:
         choices: dict[Site, Choice] = {}
@@ -289,10 +292,12 @@ class Chooser:
 
     def front(self, points: int = FRONT_POINTS) -> list[Stack]:
         """Return surrogate-optimal stacks that fit the memory, fastest first."""
-        found = search.front(
-            self._options(), points, edges=self.edges, max_bytes=self.max_bytes
-        )
-        return [self._stack(picked) for picked in found.picks]
+        if points not in self._fronts:
+            found = search.front(
+                self._options(), points, edges=self.edges, max_bytes=self.max_bytes
+            )
+            self._fronts[points] = [self._stack(picked) for picked in found.picks]
+        return self._fronts[points]
 
     def least_loss(self, sla: LatencySla, max_bytes: int) -> Stack | None:
         """Return the stack that loses least within the targets; None: nothing meets them.

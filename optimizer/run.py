@@ -18,7 +18,7 @@ from optimizer.hybrid import doubtful, settled
 from optimizer.kernels import Tables
 from optimizer.one_pass import casts_of_pass, generates, of_pass
 from optimizer.pieces import Memory, Pieces
-from optimizer.plan import Settled
+from optimizer.plan import Answer, Front
 from optimizer.quantize import overflows
 from optimizer.recode import rounded_sites
 from optimizer.spec import OptimizeSpec
@@ -103,7 +103,7 @@ def optimize(
     alike = ONE_SWITCH.get(spec.engine, frozenset())
     limit = spec.max_memory_bytes or int(HEADROOM * target.memory_bytes)
     chooser = Chooser(shape, table, limit, pairs, alike=alike)
-    doubts = doubtful(plan.make(chooser, spec).neighbors(), losses)
+    doubts = doubtful(chooser.front(plan.COARSE), losses)
     if doubts:
         losses = settled(losses, work.exact(doubts))
         table = tabulate(shape, verdicts, losses, cost_of)
@@ -111,8 +111,9 @@ def optimize(
 
     meter.enter("validate")
     measuring = _Measuring(work, meter)
-    found = plan.settle(chooser, spec, measuring)
-    result = _run(work, found, measuring, (target, basis), contrast)
+    front = plan.measured_front(chooser, measuring)
+    answer = plan.answer(front, spec.latency_sla)
+    result = _run(work, (front, answer), measuring, (target, basis), contrast)
     meter.part(0.0, 1.0)
     meter.at(1.0)  # it may end before its budget does
 
@@ -149,21 +150,21 @@ def _name(stack: Stack) -> str:
 
 def _run(
     work: Work,
-    found: Settled,
+    found: tuple[Front, Answer],
     measuring: _Measuring,
     target: tuple[Device, str],
     contrast: Contrast,
 ) -> Run:
-    made, chooser, spec = found.plan, found.chooser, work.spec
-    qualities = {k: measuring.of(stack) for k, stack in made.stacks.items()}
-    measured = {k: q.kl_nats.value for k, q in qualities.items()}
-    label, outcome = plan.choose(made, chooser, measured)
-    rounding, qualities[label] = _rounding(work, made.stacks[label], qualities[label])
-    advice = plan.advice(made, label, chooser, spec)
+    (front, answer), spec = found, work.spec
+    qualities = {k: measuring.of(stack) for k, stack in answer.stacks.items()}
+    rounding, qualities[plan.CHOSEN] = _rounding(
+        work, answer.stack, qualities[plan.CHOSEN]
+    )
+    advice = plan.advice(answer, front.chooser, spec)
     validation = Validation(
         tokens=work.tokens.validation.tokens,
         reference_perplexity=reference_perplexity(work.reference_nll()),
-        stacks=made.kept(label, qualities),
+        stacks=qualities,
     )
     return Run(
         spec=spec,
@@ -172,16 +173,16 @@ def _run(
         tokens=work.tokens,
         device=target[0],
         basis=target[1],
-        chooser=chooser,
-        repair=found.repair,
-        front=made.front_with(label, chooser),
-        stacks=made.kept(label, made.stacks),
+        chooser=front.chooser,
+        repair=front.repair,
+        front=answer.front,
+        stacks=answer.stacks,
         validation=validation,
-        verdict=Verdict(outcome, plan.CHOSEN, advice),
+        verdict=Verdict(answer.outcome, plan.CHOSEN, advice),
         contrast=contrast,
         rounding=rounding,
         experts=work.experts(),
-        evidence=work.evidence(made.stacks[label]),
+        evidence=work.evidence(answer.stack),
     )
 
 

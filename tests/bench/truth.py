@@ -10,8 +10,7 @@ three choices trade seconds, bytes and loss against each other.
 
 Every stack runs end to end on held-out text; stacks that share their first choices
 share the layers up to there. Ours is what the product does: sweep on calibration text,
-search, measure what the front promises, correct, search again, then look around what
-was measured. Both fronts are of measured KL, modelled seconds and bytes; hypervolumes
+search, measure what the front promises, correct, search again. Both fronts are of measured KL, modelled seconds and bytes; hypervolumes
 are below the worst of all stacks on every axis. The last line is JSON.
 """
 
@@ -32,7 +31,6 @@ from optimizer import casts, datasets, sensitivity
 from optimizer.calibrate import amaxes, calibrate
 from optimizer.choose import Chooser, modelled, tabulate
 from optimizer.execute import Amaxes, Reference, Stacked, WeightCodes
-from optimizer.explore import explore
 from optimizer.hardware import device
 from optimizer.metrics import bootstrap_interval, logits_kl_nats
 from optimizer.model import LoadedModel, instrument
@@ -57,7 +55,6 @@ WIDER = 32  # times, for seconds and bytes
 HARDWARE = "l4"
 WORKLOAD = Workload(batch_size=512, prompt_tokens=128, output_tokens=128)
 MOST = 0.05  # of the stacks, that ours may evaluate
-EXPLORED = 16  # neighbors of the front in each round of exploring
 Key = tuple[str, ...]
 
 
@@ -213,11 +210,9 @@ def problem(arguments: argparse.Namespace) -> tuple[Chooser, Truth]:
 
 
 def ours(chooser: Chooser, truth: Truth, budget: int, points: int) -> Repair:
-    """Measure the front round by round, then what may be on it all the same."""
+    """Measure the front round by round, until nothing new is on it."""
     state = Repair(chooser, truth.measure, budget)
-    while state.left > budget // 3 and step(state, budget // 6, points):
-        pass
-    while state.left > 0 and explore(state, EXPLORED):
+    while state.left > 0 and step(state, budget // 6, points):
         pass
     return state
 

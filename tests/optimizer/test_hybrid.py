@@ -47,6 +47,14 @@ def test_an_error_that_is_small_beside_the_stack_decides_nothing() -> None:
     assert doubtful(every, {**uncertain, (FIRST, E4M3): heavy}) == []
 
 
+def test_what_weighs_most_beside_its_stacks_comes_first() -> None:
+    # Both errors are 4e-4: of 2.01e-3 nats where FIRST changes, of 1.01e-3 nats
+    # where SECOND does.
+    front = stacks((E4M3, E4M3), (BF16, E4M3), (BF16, BF16))
+    assert doubtful(front, losses(4e-4, 4e-4)) == [(SECOND, E4M3), (FIRST, E4M3)]
+    assert doubtful([], {}) == []
+
+
 def test_a_measured_pair_replaces_its_estimate() -> None:
     found = settled(losses(4e-4, 4e-4), {(FIRST, E4M3): 2e-3})
     assert found[FIRST, E4M3] == Sensitivity(2e-3, 30.0, 0.0, 0.0, 0.0, exact=True)

@@ -1,5 +1,5 @@
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,9 +13,9 @@ from optimizer.choose import (
     fp8_share,
 )
 from optimizer.pareto import pareto_mask
-from optimizer.plan import as_good_as
+from optimizer.plan import Answer, as_good_as
 from optimizer.reasons import would_meet
-from optimizer.spec import LatencySla, OptimizeSpec
+from optimizer.spec import LatencySla
 from optimizer.stack import (
     Choice,
     Site,
@@ -34,23 +34,29 @@ from tests.optimizer.toy import (
     usual,
 )
 
-
-def measured(
-    plan: planning.Plan, some: Chooser, times: dict[str, float] | None = None
-) -> dict[str, float]:
-    """What was predicted of every stack, times a factor by label."""
-    return {
-        label: some.totals(stack).kl_nats * (times or {}).get(label, 1.0)
-        for label, stack in plan.stacks.items()
-    }
+Truth = Callable[[Stack], float]
+Triple = tuple[float, float, float]
 
 
-def decide(
-    some: Chooser, sla: LatencySla, times: dict[str, float] | None = None
-) -> tuple[Stack, str]:
-    plan = planning.make(some, replace(SPEC, latency_sla=sla))
-    label, outcome = planning.choose(plan, some, measured(plan, some, times))
-    return plan.stacks[label], outcome
+class Measure:
+    """Measures the made-up truth, by default what is predicted; notes what it ran."""
+
+    def __init__(self, some: Chooser, truth: Truth | None = None) -> None:
+        self.truth = truth or (lambda stack: some.totals(stack).kl_nats)
+        self.seen: list[Stack] = []
+
+    def __call__(self, stacks: Sequence[Stack]) -> list[Triple]:
+        self.seen += stacks
+        return [(kl, kl * 0.98, kl * 1.02) for kl in map(self.truth, stacks)]
+
+
+def decided(some: Chooser, sla: LatencySla, truth: Truth | None = None) -> Answer:
+    return planning.answer(planning.measured_front(some, Measure(some, truth)), sla)
+
+
+def decide(some: Chooser, sla: LatencySla) -> tuple[Stack, str]:
+    found = decided(some, sla)
+    return found.stack, found.outcome
 
 
 def free_at_ffn_in(site: Site, choice: Choice) -> float:
@@ -73,23 +79,32 @@ def test_of_stacks_as_good_as_16_bits_the_fastest_is_taken() -> None:
     assert totals.memory_bytes <= base.memory_bytes
 
 
+def fp8_is_bad(some: Chooser) -> Truth:
+    """Whatever is predicted, a stack with FP8 in it loses three times as much."""
+    return lambda stack: (
+        some.totals(stack).kl_nats
+        * (3.0 if any(c.is_fp8 for c in stack.choices.values()) else 1.0)
+    )
+
+
 def test_what_measures_worse_than_16_bits_is_not_as_good_as_predicted() -> None:
     some = chooser(free_at_ffn_in)
-    thrice = {f"as_good_{i}": 3.0 for i in range(2)}
-    stack, outcome = decide(some, NO_TARGET, thrice)
-    assert stack.choices == some.base()[1].choices
-    assert outcome == "no_improvement"
+    found = decided(some, NO_TARGET, fp8_is_bad(some))
+    assert found.stack.choices == some.base()[1].choices
+    assert found.outcome == "no_improvement"
 
 
 def test_what_is_chosen_is_on_the_front_and_what_was_to_beat_it_is_withdrawn() -> None:
     some = chooser(free_at_ffn_in)
-    plan = planning.make(some, SPEC)
-    front = plan.front_with(plan.base, some)
-    assert plan.stacks[plan.base] not in plan.front  # FP8 in ffn_in should beat it
-    assert plan.stacks[plan.base] in front
-    points = np.array([planning._objectives(some, stack) for stack in front])
+    front = planning.measured_front(some, Measure(some))
+    base = some.base()[1]
+    assert base not in front.stacks  # FP8 in ffn_in beats it
+    found = planning._front_with(front, base)
+    assert base in found
+    points = np.array([planning._objectives(some, stack) for stack in found])
     assert pareto_mask(points).all()
-    assert plan.front_with("as_good_0", some) == plan.front
+    good = front.stacks[-1]
+    assert planning._front_with(front, good) == front.stacks
 
 
 def test_without_anything_to_gain_16_bits_stay() -> None:
@@ -193,15 +208,15 @@ def test_the_target_that_nothing_meets_decides_what_is_nearest() -> None:
     assert some.totals(stack).first_token_s == pytest.approx(first, rel=1e-9)
 
 
-def test_as_good_as_stays_within_the_targets_the_loss_and_the_size() -> None:
+def test_as_good_as_stays_within_the_loss_and_the_size() -> None:
     some = chooser(free_at_ffn_in)
     base = some.totals(some.base()[1])
-    for sla in (NO_TARGET, LatencySla(first_token_s=base.first_token_s)):
-        for stack in as_good_as(some, sla, base):
-            totals = some.totals(stack)
-            assert totals.meets(sla)
-            assert totals.kl_nats <= base.kl_nats
-            assert totals.memory_bytes <= base.memory_bytes
+    found = as_good_as(some)
+    assert found
+    for stack in found:
+        totals = some.totals(stack)
+        assert totals.kl_nats <= base.kl_nats
+        assert totals.memory_bytes <= base.memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -232,46 +247,88 @@ def test_a_larger_stack_is_taken_only_where_it_buys_time(
     }
     stacks = {label: Stack({Site(0, label): NATS}) for label in sizes}  # type: ignore[dict-item, arg-type]
     by_size = SimpleNamespace(totals=lambda s: sizes[next(iter(s.choices)).component])
-    assert planning._quickest(by_size, stacks) == taken  # type: ignore[arg-type]
+    found = planning._quickest(by_size, list(stacks.values()))  # type: ignore[arg-type]
+    assert found == stacks[taken]
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-def test_measurements_that_never_agree_still_end_in_a_measured_answer(
-    share: float,
-) -> None:
-    some = chooser()
+# What is measured
+
+
+def targets(some: Chooser) -> list[LatencySla]:
+    """None, tighter and tighter ones, and one that nothing meets."""
     base, fast = some.totals(some.base()[1]), some.totals(some.nearest(IMPOSSIBLE))
-    target = base.per_token_s * (1 - share) + fast.per_token_s * share
-    spec = replace(SPEC, latency_sla=LatencySla(per_token_s=target))
-    done = itertools.count(1)
-
-    def measure(stacks: Sequence[Stack]) -> list[tuple[float, float, float]]:
-        kl = [some.totals(s).kl_nats * (7.0 if next(done) % 2 else 0.1) for s in stacks]
-        return [(k, k, k) for k in kl]
-
-    found = planning.settle(some, spec, measure)
-    assert found.plan.contenders
-    assert len(found.repair.measured) <= planning.MEASUREMENTS
-    known = {k: found.repair.known(s) for k, s in found.plan.stacks.items()}
-    kl = {k: one.kl_nats for k, one in known.items() if one}
-    assert kl.keys() == known.keys()
-    label, _ = planning.choose(found.plan, found.chooser, kl)
-    assert label in found.plan.contenders
+    steps = [
+        base.per_token_s * (1 - share) + fast.per_token_s * share
+        for share in (0.2, 0.5, 0.8)
+    ]
+    return [NO_TARGET, *(LatencySla(per_token_s=s) for s in steps), IMPOSSIBLE]
 
 
-def test_what_the_budget_does_not_reach_is_not_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_target_adds_one_stack_at_most_to_what_is_measured() -> None:
     some = chooser()
-    label, base = some.base()
-    others = itertools.cycle(s for s in some.front() if s.choices != base.choices)
+    whole = planning.measured_front(some, Measure(some))
+    shared = list(whole.repair.stacks.values())
+    assert len(shared) <= planning.FRONT_STACKS
+    for sla in targets(some):
+        measure = Measure(some)
+        front = planning.measured_front(some, measure)
+        found = planning.answer(front, sla)
+        assert measure.seen[: len(shared)] == shared
+        assert len(measure.seen) <= len(shared) + 1
+        assert found.stack in measure.seen
+        assert set(map(str, found.stacks.values())) == set(map(str, measure.seen))
 
-    def another(_: Chooser, __: OptimizeSpec) -> planning.Plan:
-        stacks = {label: base, "least_loss": next(others)}
-        return planning.Plan(label, stacks, ("least_loss",), True, [*stacks.values()])
 
-    monkeypatch.setattr(planning, "make", another)
-    monkeypatch.setattr(planning, "MEASUREMENTS", 3)  # both baselines and one more
-    found = planning.settle(some, SPEC, lambda stacks: [(9.0, 9.0, 9.0)] * len(stacks))
-    assert found.plan.contenders == ("least_loss",)
-    assert found.repair.known(found.plan.stacks["least_loss"])
+def test_where_a_measured_stack_answers_the_target_nothing_is_added() -> None:
+    some = chooser(free_at_ffn_in)
+    front = planning.measured_front(some, Measure(some))
+    assert planning.asked(front, NO_TARGET) is None
+    # 16 bits are as good as 16 bits: what is slower and loses less is not asked for.
+    plain = chooser()
+    front = planning.measured_front(plain, Measure(plain, fp8_is_bad(plain)))
+    assert planning.asked(front, NO_TARGET) is None
+
+
+def test_a_first_token_target_asks_for_the_fastest_that_meets_it_too() -> None:
+    # FP8 in ffn_in is free, and fast for each token; the target is on the first.
+    some = chooser(free_at_ffn_in)
+    front = planning.measured_front(some, Measure(some))
+    quick = min(some.totals(s).first_token_s for s in front.stacks)
+    sla = LatencySla(first_token_s=quick * (1 + 1e-9))
+    found = planning.answer(front, sla)
+    assert found.outcome == "sla_met"
+    assert some.totals(found.stack).meets(sla)
+
+
+def test_a_stack_that_measured_worse_than_another_within_the_target_is_not_chosen() -> (
+    None
+):
+    some = chooser()
+    sla = targets(some)[2]
+    asked = planning.asked(planning.measured_front(some, Measure(some)), sla)
+    assert asked is not None
+
+    def truth(stack: Stack) -> float:
+        return some.totals(stack).kl_nats * (100.0 if stack == asked else 1.0)
+
+    found = decided(some, sla, truth)
+    assert found.outcome == "sla_met"
+    assert found.stack != asked
+    assert some.totals(found.stack).meets(sla)
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_measurements_that_never_agree_still_end_in_a_measured_answer(at: int) -> None:
+    some = chooser()
+    sla, done = targets(some)[at], itertools.count(1)
+
+    def wild(stack: Stack) -> float:
+        return some.totals(stack).kl_nats * (7.0 if next(done) % 2 else 0.1)
+
+    measure = Measure(some, wild)
+    front = planning.measured_front(some, measure)
+    found = planning.answer(front, sla)
+    assert len(measure.seen) <= planning.MEASUREMENTS
+    assert found.stack in measure.seen
+    assert found.stack in found.front
+    assert front.repair.rounds <= planning.ROUNDS

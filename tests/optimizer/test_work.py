@@ -34,7 +34,7 @@ def facts(document: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in document.items() if k not in ("request", "provenance")}
 
 
-def test_another_target_on_the_same_model_and_data_computes_stacks_only(
+def test_another_target_on_the_same_model_and_data_measures_one_stack_at_most(
     spec: OptimizeSpec,
 ) -> None:
     kept = Counting()
@@ -46,6 +46,7 @@ def test_another_target_on_the_same_model_and_data_computes_stacks_only(
     tight = replace(spec, latency_sla=LatencySla(first["front"][0]["per_token_s"]))
     other = optimize(tight, quiet, kept)
     assert set(kept.computed) <= {"validate", "attention_of_stack"}
+    assert kept.computed.count("validate") <= 1
     assert facts(other) == facts(optimize(tight, quiet))
 
 
