@@ -1,10 +1,11 @@
 """What each site × choice costs, measured one at a time: the check of the estimates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from optimizer.batches import batches, heads, together
 from optimizer.execute import Amaxes, Reference, Stacked, WeightCodes
 from optimizer.metrics import logits_kl_nats
 from optimizer.model import LoadedModel
@@ -30,43 +31,36 @@ def exact(
     pairs = [(s, c) for s, some in candidates.items() for c in some]
     lost = dict.fromkeys(pairs, 0.0)
     run = [(s, c) for s, c in pairs if roundings(s.component, c)]
-    tokens = 0
-    for index, ids in enumerate(sequences):
-        kept = Activations()
-        truth: list[Tensor] = []
-        after = _last_to(model, truth)
-        walk(model, [ids], Reference(), kept=kept, after=after)
-        p = truth[0].softmax(dim=-1)
-        tokens += ids.numel()
+    groups = batches(sequences)
+    for index, numbers in enumerate(groups):
+        ids, kept = together(sequences, numbers), Activations()
+        walk(model, [ids], Reference(), kept=kept, last=False)
+        truth = list(_rest(model, ids, kept, model.stages - 1, Reference()))
         for done, (site, choice) in enumerate(run):
             executor = Stacked(Stack({site: choice}), amaxes, weights)
-            logits = _rest(model, ids, kept, site, executor)
-            kl = logits_kl_nats(truth[0], logits, p)
-            lost[site, choice] += float(
-                kl.sum(dtype=torch.float64)
-            )  # too short to split
-            progress(index * len(run) + done + 1, len(sequences) * len(run))
+            rows = _rest(model, ids, kept, _stage(model, site), executor)
+            for reference, logits in zip(truth, rows, strict=True):
+                kl = logits_kl_nats(reference, logits)
+                lost[site, choice] += float(kl.sum(dtype=torch.float64))
+            progress(index * len(run) + done + 1, len(groups) * len(run))
+    tokens = sum(ids.numel() for ids in sequences)
     return {pair: kl / tokens for pair, kl in lost.items()}
 
 
-def _last_to(
-    model: LoadedModel, found: list[Tensor]
-) -> Callable[[int, int, Tensor], None]:
-    """Return what puts the logits (tokens, vocab) of a walk into a list."""
-
-    def after(stage: int, index: int, out: Tensor) -> None:
-        if stage == model.stages - 1:
-            found.append(out[0])
-
-    return after
+def _stage(model: LoadedModel, site: Site) -> int:
+    """Return the stage that a site is in."""
+    if site.layer != WHOLE_MODEL:
+        return site.layer + 1
+    return 0 if site.component is Component.EMBEDDINGS else model.stages - 1
 
 
 def _rest(
-    model: LoadedModel, ids: Tensor, kept: Activations, site: Site, executor: Reference
-) -> Tensor:
-    """Return the logits (tokens, vocab) from the layer of a site on."""
-    if site.layer == WHOLE_MODEL and site.component is Component.EMBEDDINGS:
-        return model.forward(ids, executor)[0]
-    layers = len(model.layers)
-    first = layers if site.layer == WHOLE_MODEL else site.layer
-    return model.tail(first, ids, kept.get((first + 1, 0)), executor)[0]
+    model: LoadedModel, ids: Tensor, kept: Activations, first: int, executor: Reference
+) -> Iterator[Tensor]:
+    """Return the logits (tokens, vocab) of each row of a batch, from a stage on."""
+    hidden = kept.get((first, 0)) if first else None
+    for stage in range(first, model.stages - 1):
+        with model.residency.holding(stage):
+            hidden = model.stage(stage, ids, hidden, executor)
+    assert hidden is not None  # the head is never the first stage
+    return heads(model, ids, hidden, executor)

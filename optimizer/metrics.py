@@ -90,13 +90,25 @@ def logits_kl_nats(
 ) -> Tensor:
     """KL(reference ‖ ours) of each token from logits, in nats: (..., vocab) -> (...).
 
-    `p` is the reference's softmax, where the caller has it. With d the difference of
-    the logits less its mean under p, KL = log Σ p e^-d, and Σ p (e^-d - 1 + d) has no
-    negative term: a KL of 1e-8 keeps its digits in float32, where the difference of
-    two log-softmaxes would be noise.
+    `p` is the reference's softmax, where the caller has it.
+    """
+    return kl_and_log_sums(reference, logits, p)[0]
+
+
+def kl_and_log_sums(
+    reference: Tensor, logits: Tensor, p: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `logits_kl_nats`, and how much larger log Σ e^logits is than theirs.
+
+    With d the difference of the logits less its mean under p, KL = log Σ p e^-d, and
+    Σ p (e^-d - 1 + d) has no negative term: a KL of 1e-8 keeps its digits in float32,
+    where the difference of two log-softmaxes would be noise. The logarithms of the
+    sums differ by KL and that mean.
     """
     p = reference.softmax(dim=-1) if p is None else p
     d = logits - reference  # from here on -d, in place: a vocabulary is large
-    d -= (p.unsqueeze(-2) @ d.unsqueeze(-1)).squeeze(-1)
+    mean = (p.unsqueeze(-2) @ d.unsqueeze(-1)).squeeze(-1)
+    d -= mean
     excess = torch.expm1(d).sub_(d)
-    return torch.log1p((p.unsqueeze(-2) @ excess.unsqueeze(-1)).flatten(-3))
+    kl = torch.log1p((p.unsqueeze(-2) @ excess.unsqueeze(-1)).flatten(-3))
+    return kl, kl + mean.squeeze(-1)

@@ -12,7 +12,6 @@ from optimizer.model import LoadedModel, load
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import ModelShape
 from optimizer.tokens import Tokens
-from optimizer.validate import Truth
 from optimizer.walk import Activations, Told
 
 RESIDENT_SHARE = 0.4  # of the memory at hand: a larger model is streamed
@@ -76,11 +75,6 @@ class Opened:
     def kept(self) -> Activations:
         """What calibration leaves for the sweep."""
         return Activations()
-
-    @cached_property
-    def truth(self) -> Truth:
-        """The reference on the held-out data."""
-        return Truth.of(self.model, self.tokens.validation.sequences, self.inside)
 
     def opened(self) -> ModelShape:
         """Read the data, then the model's outline: what cannot be served is refused."""

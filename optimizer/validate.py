@@ -5,7 +5,7 @@ near each other are not independent.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,23 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from optimizer.batches import batches, heads, layers, together
 from optimizer.execute import Amaxes, Reference, WeightCodes
-from optimizer.metrics import (
-    bootstrap_interval,
-    logits_kl_nats,
-    perplexity,
-    token_nll,
-    top1_agrees,
-)
+from optimizer.metrics import bootstrap_interval, kl_and_log_sums, perplexity
 from optimizer.model import LoadedModel
-from optimizer.overflow import Noting, Overflows
+from optimizer.overflow import Noting
 from optimizer.quantize import check_finite
 from optimizer.stack import Stack
-from optimizer.walk import Activations, Told, silent, walk
+from optimizer.walk import Activations, Told, silent
 
 BOOTSTRAP_SAMPLES = 1000
 BLOCK_TOKENS = 32
 CONFIDENCE = 0.95
+ROWS = 32  # of logits that are compared at a time: they stay in the cache
 LOGIT_BYTES = 512 << 20  # of the reference, in memory; what is more lies in a file
 
 Values = NDArray[np.float64]
@@ -72,7 +68,24 @@ class TokenValues:
     kl: Values  # nats
     nll: Values  # nats, of each next token: one less for each sequence
     agree: Values  # 1 where the most likely token is the reference's
-    overflowed: Values  # how many tokens of each sequence go beyond FP8
+    overflowed: Values  # how many tokens of each batch go beyond FP8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """What is known of the reference's logits on one sequence."""
+
+    log_sums: Tensor  # (tokens,): log Σ e^logits
+    likely: Tensor  # (tokens,): the most likely token
+
+    def nll(self, logits: Tensor, ids: Tensor, more: Tensor | None = None) -> Values:
+        """Return the loss of each next token: T tokens make T - 1 predictions.
+
+        `more` is what log Σ e^logits has beyond the reference's.
+        """
+        sums = self.log_sums if more is None else self.log_sums + more
+        nll = sums[:-1] - logits[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        return nll.double().numpy()
 
 
 @dataclass(slots=True, eq=False)
@@ -81,34 +94,53 @@ class Truth:
 
     sequences: Sequence[Tensor]
     logits: Activations  # by (0, sequence)
+    known: Sequence[_Known]  # by sequence
     nll: Values
 
     @classmethod
     def of(
-        cls, model: LoadedModel, sequences: Sequence[Tensor], progress: Told = silent
+        cls,
+        model: LoadedModel,
+        sequences: Sequence[Tensor],
+        progress: Told = silent,
+        states: Sequence[Tensor] | None = None,
     ) -> "Truth":
-        """Run the reference once.
+        """Run the reference once; of it only the head where its `states` are known.
 
         Raises NonFiniteError naming the layer and the sample, which only held-out
         data may have: calibration saw others.
         """
+        if states is None:
+            states = reference_states(model, sequences, progress)
         kept = Activations(LOGIT_BYTES)
-        nll: list[Values] = []
+        known, nll = [], []
+        with torch.no_grad():
+            for index, (ids, state) in enumerate(zip(sequences, states, strict=True)):
+                (logits,) = heads(model, ids, state, Reference())
+                check_finite(logits, f"logits, held-out sample {index}")
+                kept.put((0, index), logits)
+                known.append(_Known(logits.logsumexp(-1), logits.argmax(-1)))
+                nll.append(known[-1].nll(logits, ids))
+        return cls(sequences, kept, known, np.concatenate(nll))
 
-        def after(stage: int, index: int, out: Tensor) -> None:
-            check_finite(out, f"{_place(model, stage)}, held-out sample {index}")
-            if stage == model.stages - 1:
-                kept.put((0, index), out[0])
-                nll.append(_nll(out[0], sequences[index]))
 
-        _run(model, sequences, Reference(), after, progress)
-        return cls(sequences, kept, np.concatenate(nll))
+def reference_states(
+    model: LoadedModel, sequences: Sequence[Tensor], progress: Told = silent
+) -> list[Tensor]:
+    """Return what norm and head get of every sequence in fp32: (1, tokens, hidden).
 
+    Raises NonFiniteError naming the layer and the sample.
+    """
+    groups = batches(sequences)
 
-def _place(model: LoadedModel, stage: int) -> str:
-    """Return what a stage is called: 0 embeddings, i + 1 layer i, the last logits."""
-    inside = f"output of layers.{stage - 1}" if stage else "embeddings"
-    return "logits" if stage == model.stages - 1 else inside
+    def after(stage: int, batch: int, out: Tensor) -> None:
+        inside = f"output of layers.{stage - 1}" if stage else "embeddings"
+        for row, index in zip(out, groups[batch], strict=True):
+            check_finite(row, f"{inside}, held-out sample {index}")
+
+    every = [together(sequences, numbers) for numbers in groups]
+    states = layers(model, every, Reference(), after, progress)
+    return [row for hidden in states for row in hidden.split(1)]
 
 
 def run_stack(
@@ -120,43 +152,60 @@ def run_stack(
     progress: Told = silent,
 ) -> TokenValues:
     """Run a stack over the held-out sequences."""
-    kl: list[Values] = []
-    nll: list[Values] = []
-    agree: list[Values] = []
-    executor, overflows = Noting(stack, amaxes, weights), Overflows(truth.sequences)
+    groups = batches(truth.sequences)
+    every = [together(truth.sequences, numbers) for numbers in groups]
+    executor, beyond = Noting(stack, amaxes, weights), [_Beyond(ids) for ids in every]
 
-    def after(stage: int, index: int, out: Tensor) -> None:
-        overflows.take(index, executor)
-        if stage == model.stages - 1:
-            reference, logits = truth.logits.get((0, index)), out[0]
-            kl.append(logits_kl_nats(reference, logits).double().numpy())
-            nll.append(_nll(logits, truth.sequences[index]))
-            agree.append(top1_agrees(reference, logits).double().numpy())
+    def after(stage: int, batch: int, out: Tensor) -> None:
+        beyond[batch].take(executor)
 
-    _run(model, truth.sequences, executor, after, progress)
-    overflowed = np.array(overflows.counts, dtype=np.float64)
-    return TokenValues(
-        np.concatenate(kl), np.concatenate(nll), np.concatenate(agree), overflowed
+    found = []
+    states = layers(model, every, executor, after, progress)
+    with torch.no_grad():
+        for batch, (numbers, hidden) in enumerate(zip(groups, states, strict=True)):
+            logits = heads(model, every[batch], hidden, executor)
+            for row, (index, mine) in enumerate(zip(numbers, logits, strict=True)):
+                beyond[batch].take(executor, slice(row, row + 1))
+                found.append(_compared(truth, index, mine))
+    kl, nll, agree = (np.concatenate(v) for v in zip(*found, strict=True))
+    counts = np.array([some.count for some in beyond], np.float64)
+    return TokenValues(kl, nll, agree, counts)
+
+
+def _compared(
+    truth: Truth, index: int, logits: Tensor
+) -> tuple[Values, Values, Values]:
+    """Return KL, loss and agreement of the tokens of one sequence."""
+    reference, known = truth.logits.get((0, index)), truth.known[index]
+    parts = zip(reference.split(ROWS), logits.split(ROWS), strict=True)
+    kl, more = (
+        torch.cat(v)
+        for v in zip(*(kl_and_log_sums(a, b) for a, b in parts), strict=True)
     )
+    agree = known.likely == logits.argmax(-1)
+    nll = known.nll(logits, truth.sequences[index], more)
+    return kl.double().numpy(), nll, agree.double().numpy()
 
 
-def _run(
-    model: LoadedModel,
-    sequences: Sequence[Tensor],
-    executor: Reference,
-    after: Callable[[int, int, Tensor], None],
-    progress: Told,
-) -> None:
-    kept = Activations()
-    walk(
-        model,
-        sequences,
-        executor,
-        kept=kept,
-        after=after,
-        keep_all=False,
-        progress=progress,
-    )
+class _Beyond:
+    """Which tokens of a batch of ids (batch, tokens) go beyond FP8, at any stage."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._tokens = torch.zeros(ids.shape, dtype=torch.bool)
+        self._expert_rows = 0
+
+    def take(self, run: Noting, rows: slice = slice(None)) -> None:
+        """Take what was noted of one stage of the batch, or of some of its rows."""
+        if run.tokens is not None:
+            self._tokens[rows] |= run.tokens
+        self._expert_rows += run.expert_rows
+        run.begin()
+
+    @property
+    def count(self) -> int:
+        """How many tokens they are, rows of experts counted as tokens: at most all."""
+        tokens = int(self._tokens.sum()) + self._expert_rows
+        return min(self._tokens.numel(), tokens)
 
 
 def validate(
@@ -184,12 +233,6 @@ def validate(
         reference_perplexity=reference_perplexity(truth.nll),
         stacks=found,
     )
-
-
-def _nll(logits: Tensor, ids: Tensor) -> Values:
-    """Negative log-likelihood of each next token: T tokens make T - 1 predictions."""
-    values: Values = token_nll(logits[None], ids)[0].double().numpy()
-    return values
 
 
 def reference_perplexity(nll: Values) -> float:

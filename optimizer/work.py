@@ -10,6 +10,7 @@ on the same model and data finds them done.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,13 @@ from optimizer.stack import (
     choice_named,
 )
 from optimizer.sums import Candidates, Sensitivities, Sums, total, wanted_roundings
-from optimizer.validate import TokenValues, run_stack
+from optimizer.validate import TokenValues, Truth, reference_states, run_stack
 from optimizer.walk import Told, silent
 from optimizer.watch import Statistics
-from optimizer.wire import array, text, texts, token_values
+from optimizer.wire import array, tensor, tensor_text, text, texts, token_values
 
 # Raised by whoever changes what the numerics give: kept results of before are void.
-NUMERICS = 3
+NUMERICS = 4
 PIECE_TOKENS = 1024  # of a part of the calibration data: what is lost with a worker
 CONTRAST_TOKENS = 256  # enough to compare components, an eighth of a sweep
 CORE = "core"  # the choices that every job sweeps
@@ -164,6 +165,23 @@ class Work(Opened):
         (found,) = self._run([Piece("truth", key, {})])
         return array(found["nll"])
 
+    @cached_property
+    def truth(self) -> Truth:
+        """The reference on the held-out data; its layers run once for all jobs."""
+        sequences = self.tokens.validation.sequences
+        piece = Piece("reference", key_of("reference", *self._held_out()), {})
+        (found,) = self.pieces.run([piece], self.compute, silent)
+        states = [
+            tensor(written, 1, ids.numel(), -1)
+            for written, ids in zip(found["states"], sequences, strict=True)
+        ]
+        return Truth.of(self.model, sequences, states=states)
+
+    def _reference(self) -> Result:
+        sequences = self.tokens.validation.sequences
+        states = reference_states(self.model, sequences, self.inside)
+        return {"states": [tensor_text(state) for state in states]}
+
     def _run(self, pieces: Sequence[Piece]) -> list[Result]:
         """Have the pieces computed; `told` hears of whole ones and of their insides."""
         done = 0
@@ -254,6 +272,8 @@ class Work(Opened):
                 return self._contrast(piece.payload["family"].split("+"))
             case "truth":
                 return {"nll": text(self.truth.nll)}
+            case "reference":
+                return self._reference()
             case "attention_of_choices" | "attention_of_stack":
                 return self._attention(**piece.payload)
             case "exact":

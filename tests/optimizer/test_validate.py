@@ -11,7 +11,14 @@ from optimizer.errors import NonFiniteError
 from optimizer.execute import Reference, Stacked, WeightCodes
 from optimizer.model import LoadedModel
 from optimizer.stack import CHOICES, Component, Stack, choice_named
-from optimizer.validate import Interval, Quality, Truth, Validation, validate
+from optimizer.validate import (
+    Interval,
+    Quality,
+    Truth,
+    Validation,
+    reference_states,
+    validate,
+)
 from tests.optimizer import tiny
 
 SEQUENCES = [tiny.ids(40, seed=1), tiny.ids(40, seed=2), tiny.ids(8, seed=3)]
@@ -139,6 +146,25 @@ def test_the_share_of_tokens_that_go_beyond_fp8_is_measured() -> None:
         assert found["bf16"].fallback == 0.0
         shares.append(found["it"].fallback)
     assert shares == [0.0, 1.0]
+
+
+def test_a_head_that_runs_on_kept_states_gives_the_same_bits() -> None:
+    model = tiny.loaded()
+    states = reference_states(model, SEQUENCES)
+    assert [s.shape[:2] for s in states] == [ids.shape for ids in SEQUENCES]
+    whole, kept = (Truth.of(model, SEQUENCES, states=s) for s in (None, states))
+    for index in range(len(SEQUENCES)):
+        assert kept.logits.get((0, index)).equal(whole.logits.get((0, index)))
+    assert kept.nll.tolist() == whole.nll.tolist()
+
+
+def test_tokens_beyond_fp8_are_counted_in_every_row_of_a_batch() -> None:
+    model = tiny.loaded()
+    largest = amaxes(calibrate(model, SEQUENCES))
+    small = {place: amax * 1e-6 for place, amax in largest.items()}
+    stack = {"it": uniform(model, "fp8_e4m3")}
+    found = validate(model, SEQUENCES, stack, small, WeightCodes(model))
+    assert found.stacks["it"].fallback == 1.0  # 40, 40 and 8 tokens in two batches
 
 
 def test_other_stacks_beside_it_change_nothing() -> None:
