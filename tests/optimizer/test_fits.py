@@ -141,6 +141,20 @@ def test_a_pass_beside_a_product_is_told_apart() -> None:
     assert (rows_of("bf16", h100, known).beside_s == 0).all()
 
 
+def test_rows_of_passes_and_attention_have_the_sizes_that_they_move() -> None:
+    known, h100 = tables("h100"), device("h100")
+    assert known is not None
+    passes = rows_of("stream", h100, known)
+    assert (passes.compute_s == 0).all()
+    # The largest is 32768 × 65536 values at most, of 3 bytes at 3350 GB/s.
+    assert passes.memory_s.max() <= 3 * 32768 * 65536 / 3.35e12
+    for kind in ("context", "generation"):
+        rows = rows_of(kind, h100, known)
+        # No kernel is faster than its products, or its bytes, at the data sheet's rates.
+        assert (rows.seconds > rows.compute_s).all()
+    assert len(rows_of("nvfp4", h100, known).seconds) == 0
+
+
 def test_the_stored_fit_of_ampere_is_found_again() -> None:
     found = families()["8.0"]
     assert [d.id for d, _ in found] == ["a100"]
