@@ -35,7 +35,7 @@ from optimizer.stack import (
     SiteShape,
     choice_named,
 )
-from optimizer.timing import ATTENTION
+from optimizer.timing import ATTENTION, WEIGHT_ONLY_ERROR
 
 H100 = device("h100")
 # A worker's own device: no efficiency is taken off, so the roof is what it says.
@@ -153,6 +153,13 @@ def test_what_was_not_measured_says_so_and_follows_what_was() -> None:
         ratio = decode_s(square, near) / decode_s(square, near, bare)
         assert found.per_token_s == pytest.approx(decode_s(square, name, bare) * ratio)
     assert decode_s(square, "fp8_e5m2") == pytest.approx(decode_s(square, "fp8_e4m3"))
+
+
+def test_weights_alone_are_uncertain_and_say_so() -> None:
+    # Held against int8 weights that were timed on an A100, a fifth at the median.
+    for where in (H100, device("a100")):
+        found = cost(linear(4096, 4096), "fp8_e4m3_weight_only", where)
+        assert found.error == WEIGHT_ONLY_ERROR == 0.2
 
 
 def test_a_vocabulary_beyond_the_grid_follows_its_edge() -> None:
