@@ -232,7 +232,7 @@ class Beside:
 def beside(row: Published) -> Beside:
     model = shape(row.model)
     stack = uniform(model, row.formats)
-    workload = Workload(row.batch, row.prompt, row.output, row.gpus)
+    workload = Workload(row.batch, row.prompt, row.output, row.gpus, row.cuda_graphs)
     found = stack_cost(model, stack, device(row.device), workload)
     first, each = _limits(model, stack, row, workload)
     return Beside(
