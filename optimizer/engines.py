@@ -39,7 +39,8 @@ def served_seconds(python: Path, folder: Path, workload: Workload) -> Measured:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise HardwareError(f"vLLM was not run: {error}") from error
-    lines = done.stdout.strip().splitlines()
+    # The engine logs to the same stream, and as it ends.
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         words = done.stderr.strip().splitlines() or ["it said nothing"]
         raise HardwareError(f"vLLM does not serve {folder.name}: {words[-1]}")

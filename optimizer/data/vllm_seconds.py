@@ -2,7 +2,8 @@
 
     python vllm_seconds.py FOLDER '{"batch_size": 1, "prompt_tokens": 512, "output_tokens": 128}'
 
-The last line is JSON. A token's time is that of all but the first, over their number.
+One line is JSON, between the engine's own. A token's time is that of all but the first,
+over their number.
 """
 
 import json

@@ -30,8 +30,8 @@ def python(folder: Path, script: str) -> Path:
     return program
 
 
-def test_the_last_line_of_the_engine_is_what_counts(tmp_path: Path) -> None:
-    script = f"echo loading; echo \"$@\" > {tmp_path}/asked; echo '{json.dumps(SAID)}'"
+def test_the_line_of_json_is_what_counts(tmp_path: Path) -> None:
+    script = f"echo loading; echo \"$@\" > {tmp_path}/asked; echo '{json.dumps(SAID)}'; echo bye"
     found = served_seconds(python(tmp_path, script), Path("/m/tiny"), Workload(2, 8, 4))
     assert found.per_token_s == 0.016
     assert (found.engine, found.version) == ("vllm", "0.32.0")
