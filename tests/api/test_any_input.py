@@ -7,6 +7,7 @@ import hypothesis
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, strategies as st
 
+from api.estimate import EstimateRequest
 from api.schemas import OptimizeRequest
 from tests.api.conftest import BODY, Refused, jobs_in_database
 
@@ -22,6 +23,7 @@ THOROUGH = hypothesis.settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 FIELDS = st.sampled_from(sorted(OptimizeRequest.model_fields))
+ESTIMATED = st.sampled_from(sorted(EstimateRequest.model_fields))
 
 
 @given(changes=st.dictionaries(FIELDS, JSON, min_size=1, max_size=3))
@@ -35,6 +37,22 @@ def test_no_body_makes_the_service_fail(
     answer = client.post("/v1/optimize", content=content, headers=headers)
     refused(answer, answer.status_code, answer.json()["code"])
     assert answer.status_code in (400, 422)
+
+
+@given(changes=st.dictionaries(ESTIMATED, JSON, min_size=1, max_size=3))
+@THOROUGH
+def test_no_body_makes_an_estimate_fail(
+    client: TestClient, refused: Refused, changes: dict[str, Any]
+) -> None:
+    body = {"model": "gpt2", "hardware": "t4", **changes}
+    content = json.dumps(body)
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/v1/estimate", content=content, headers=headers)
+    if answer.status_code == 200:
+        json.dumps(answer.json(), allow_nan=False)
+    else:
+        refused(answer, answer.status_code, answer.json()["code"])
+        assert answer.status_code in (400, 422)
 
 
 @given(content=st.binary(max_size=200))
