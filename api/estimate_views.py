@@ -46,6 +46,7 @@ def estimate(found: "Estimate", name: str, source: str) -> Json:
         },
         "latency_sla": _target(found),
         "recommendation": asdict(found.choice),
+        "training_advice": _every_advice(ask),
         "training": None,
         "warnings": _warnings(ask),
     }
@@ -138,7 +139,6 @@ def _warnings(ask: "Ask") -> list[str]:
 
 def training(ask: "Ask", how: "Training", scenario: str) -> Json:
     """Return what training takes on each device, and what to train in."""
-    from optimizer.advice import Scenario, training_advice
     from optimizer.training import gain, training
 
     ledger = training(ask.model, how)
@@ -147,8 +147,15 @@ def training(ask: "Ask", how: "Training", scenario: str) -> Json:
         "memory": _ledger(ledger),
         "fits": ledger.total_bytes <= ask.room_bytes,
         "mixed_precision": {**asdict(saved), "saved_share": saved.saved_share},
-        "advice": _advice(training_advice(ask.device, Scenario(scenario))),
+        "advice": _every_advice(ask)[scenario],
     }
+
+
+def _every_advice(ask: "Ask") -> Json:
+    """What to train in on this device, by what the training is for."""
+    from optimizer.advice import Scenario, training_advice
+
+    return {str(s): _advice(training_advice(ask.device, s)) for s in Scenario}
 
 
 def _advice(advice: "Advice") -> Json:

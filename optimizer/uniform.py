@@ -23,6 +23,13 @@ from optimizer.stack import (
 E4M3 = "fp8_e4m3"
 WEIGHT_ONLY = "fp8_e4m3_weight_only"
 NARROWED = LINEAR - {Component.LM_HEAD}
+_ON_REQUEST = MappingProxyType(  # by name: the format that asks for it, the choice
+    {
+        "int8": ("int8", "int8"),
+        "fp4": ("fp4_e2m1", "fp4_e2m1_nv"),
+        "int4_weight_only": ("int4", "int4_weight_only"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,8 @@ def uniforms(
 ) -> tuple[Uniform, ...]:
     """Return the uniform stacks from wide to narrow; a device without 16 bits has one.
 
-    `formats` are those that may be used; fp32 and the 16-bit format always are.
+    `formats` are those that may be used; fp32 and the 16-bit format always are, and of
+    the formats on request each has a stack where it is named.
     """
     base = device.base16 or "fp32"
     plans = {
@@ -58,6 +66,11 @@ def uniforms(
         "fp8_weight_only": _Plan(WEIGHT_ONLY, base, base),
         "fp8": _Plan(E4M3, base, base),
         "fp8_kv_cache": _Plan(E4M3, E4M3, base),
+        **{
+            name: _Plan(linear, base, base)
+            for name, (fmt, linear) in _ON_REQUEST.items()
+            if fmt in formats
+        },
     }
     asked = [
         (shape, sites, _verdicts(shape, device, engine, formats))

@@ -62,6 +62,8 @@ def test_the_flat_body_of_a_job_is_estimated(client: TestClient) -> None:
     assert found["latency_sla"]["met_by"] == list(rows)
     assert found["recommendation"]["stack"] == "bf16"
     assert found["training"] is None
+    assert found["training_advice"]["lora"]["precision"] == "bf16"
+    assert found["training_advice"]["pretraining"]["tier"] == "fp8"
     assert found["warnings"] == []
 
 

@@ -100,6 +100,28 @@ def test_formats_that_are_not_asked_for_are_refused() -> None:
     assert "not in search.formats" in found.fp8.said
 
 
+@pytest.mark.parametrize(
+    ("name", "fmt", "stack"),
+    [
+        ("b200", "fp4_e2m1", "fp4"),
+        ("a100", "int4", "int4_weight_only"),
+        ("a100", "int8", "int8"),
+    ],
+)
+def test_formats_on_request_have_a_stack_where_the_device_has_them(
+    name: str, fmt: str, stack: str
+) -> None:
+    assert stack not in {p.name for p in asked(name).priced}
+    found = row(asked(name, formats=(*FORMATS, fmt)), stack)
+    assert found.ledger.bytes_of("weights") < 10**10
+    assert found.cost.per_token_s >= found.per_token.seconds
+
+
+def test_a_device_without_a_format_on_request_says_so() -> None:
+    found = asked("h100", formats=(*FORMATS, "fp4_e2m1"))
+    assert "fp4" in found.refused
+
+
 # --- physics -----------------------------------------------------------------------
 
 
