@@ -112,8 +112,10 @@ def _estimate(
                 max_memory_bytes=body.max_memory_bytes,
             )
         )
-    except HardwareError as error:  # devices without a link between them
-        raise Invalid("/workload/tensor_parallel", str(error), error.code) from None
+    except HardwareError as error:
+        alone = named.workload.tensor_parallel == 1  # else there is no link
+        pointer = "/hardware" if alone else "/workload/tensor_parallel"
+        raise Invalid(pointer, str(error), error.code) from None
 
 
 # -- models --------------------------------------------------------------------

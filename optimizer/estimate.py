@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from optimizer.cost import StackCost, site_cost, stack_cost
+from optimizer.errors import HardwareError
 from optimizer.hardware import Device
 from optimizer.ledger import Kinds, Ledger, Served, kinds, served
 from optimizer.limits import Limit, limits
@@ -109,11 +110,17 @@ class Estimate:
 
 
 def estimate(ask: Ask) -> Estimate:
-    """Return what to expect. Raises HardwareError where devices cannot be joined."""
+    """Return what to expect.
+
+    Raises HardwareError where devices cannot be joined, or run no format at all.
+    """
     stacks = uniforms(ask.model, ask.device, ask.engine, ask.formats)
     running = [
         _Running(u, u.stack, kinds(ask.model, u.stack)) for u in stacks if u.stack
     ]
+    if not running:
+        why = "; ".join(f"{u.name}: {u.refused}" for u in stacks)
+        raise HardwareError(f"{ask.device.name} runs no uniform stack: {why}")
     priced = tuple(_priced(r, ask) for r in running)
     compared = [r for r in running if r.uniform.name in (*_BASES[:2], *_NARROW)]
     by_batch = tuple(_at(batch, compared, ask) for batch in BATCHES)
@@ -193,9 +200,9 @@ def _fp8(
     priced: Sequence[Priced], by_batch: Sequence[AtBatch], refused: Mapping[str, str]
 ) -> Fp8:
     rows = {p.name: p for p in priced}
-    base = next((rows[n] for n in _BASES if n in rows), None)
+    base = next(rows[n] for n in _BASES if n in rows)
     narrow = [rows[n] for n in _NARROW if n in rows]
-    if base is None or not narrow:
+    if not narrow:
         why = refused.get("fp8_weight_only") or refused.get("fp8", "")
         return Fp8(False, None, None, None, None, why)
     best = min(narrow, key=lambda p: p.cost.per_token_s)

@@ -8,6 +8,7 @@ import pytest
 from optimizer.architectures import PUBLISHED
 from optimizer.configs import shape_of
 from optimizer.cost import stack_cost
+from optimizer.errors import HardwareError
 from optimizer.estimate import BATCHES, Ask, Estimate, estimate
 from optimizer.hardware import DEVICES, device
 from optimizer.spec import LatencySla, Workload
@@ -250,6 +251,12 @@ def test_a_device_without_16_bits_is_served_in_fp32() -> None:
     found = estimate(Ask(PUBLISHED["gpt2"].shape, plain, CHAT))
     assert [p.name for p in found.priced] == ["fp32"]
     assert found.choice.stack == "fp32"
+
+
+def test_a_device_that_multiplies_nothing_is_named() -> None:
+    empty = replace(device("p100"), native=frozenset(), peak_flops={})
+    with pytest.raises(HardwareError, match="NVIDIA P100 SXM2 runs no uniform stack"):
+        estimate(Ask(QWEN, empty, CHAT))
 
 
 def test_batches_are_compared_in_order() -> None:
