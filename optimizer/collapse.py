@@ -58,7 +58,7 @@ class Collapse:
         """
         if scale is not None and scale.ndim and scale.shape[-1] > 1:
             codes = codes * scale
-        after = SampledRows.of(codes)
+        after = SampledRows.of(codes, seen.rows)
         self.rows += seen.rows
         self.inputs += seen.values
         self.values += after.values
@@ -68,7 +68,7 @@ class Collapse:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """What `COLLAPSE_ROWS` rows of a tensor hold."""
+    """What a few rows of a tensor hold."""
 
     rows: int
     values: int  # different ones
@@ -76,12 +76,12 @@ class SampledRows:
     equal: int  # of the pairs
 
     @classmethod
-    def of(cls, x: Tensor) -> "SampledRows":
-        """Look at evenly spaced rows of `x` (..., n)."""
+    def of(cls, x: Tensor, count: int = COLLAPSE_ROWS) -> "SampledRows":
+        """Look at `count` evenly spaced rows of `x` (..., n), or all if it has fewer."""
         if x.numel() == 0:
             return cls(0, 0, 0, 0)
         n = x.shape[-1]
-        rows = sampled_rows(x.detach(), COLLAPSE_ROWS * n)[:COLLAPSE_ROWS]
+        rows = sampled_rows(x.detach(), count * n)[:count]
         values, equal = _runs(rows)
         return cls(len(rows), values, len(rows) * (n * (n - 1) // 2), equal)
 

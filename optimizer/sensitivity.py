@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from optimizer.batches import batches, graph_tokens, together
-from optimizer.collapse import COLLAPSE_SEQUENCES, SampledRows
+from optimizer.collapse import COLLAPSE_ROWS, COLLAPSE_SEQUENCES, SampledRows
 from optimizer.exact import exact
 from optimizer.execute import (
     Amaxes,
@@ -205,8 +205,8 @@ class Sweep(Reference):
     def _score(self, seen: Seen) -> None:
         assert seen.squared is not None, seen.place
         x = seen.x if seen.visible is None else seen.x.masked_fill(~seen.visible, 0.0)
-        early = self._sequences[0] < COLLAPSE_SEQUENCES
-        whole = Whole.of(x, SampledRows.of(x) if early else None)
+        rows = COLLAPSE_ROWS * sum(n < COLLAPSE_SEQUENCES for n in self._sequences)
+        whole = Whole.of(x, SampledRows.of(x, rows) if rows else None)
         calibrated = self._amaxes.get(seen.place)
         for precision in self._wanted[seen.place]:
             operand = round_operand(x, precision, calibrated)
