@@ -100,8 +100,10 @@ def prices(
         whole, last = statistics.median(steps), stack.choices[LAST_NORM].name
         new = sum(own[key] for _, key in keys if key not in found)
         old = sum(found[key] for _, key in keys if key in found)
-        factor = (whole - old - rest[last]) / new if last in rest else 1.0
-        rest.setdefault(last, whole - old - new)
+        left = whole - old - rest.get(last, 0.0)
+        # Where noise leaves nothing for what is new, its own times must do.
+        factor = left / new if last in rest and left > 0.0 else 1.0
+        rest.setdefault(last, max(0.0, left - new))
         spreads.append(spread(steps))
         found = {**{key: factor * seconds for key, seconds in own.items()}, **found}
     return Prices(found, rest, max(spreads, default=math.nan))

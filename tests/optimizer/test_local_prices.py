@@ -72,6 +72,17 @@ def test_a_later_run_prices_what_is_new_so_that_the_sum_is_what_it_took() -> Non
     assert found.of(norm, narrow.choices[LAST_NORM]) == 7.0
 
 
+def test_noise_makes_no_price_negative() -> None:
+    # Parts that add up to more than the whole leave 0, and a later run that was
+    # faster than what it shares with the first says nothing of what is new in it.
+    first = (stack("bf16", "bf16"), [4.0], [{MATRIX: 4.0, LAST_NORM: 1.0}])
+    narrow = stack("fp8_e4m3_weight_only", "bf16")
+    found = prices(two_sites(), [first, (narrow, [0.5], [{MATRIX: 2.0}])])
+    matrix, norm = two_sites().sites
+    assert found.of(norm, choice_named(LAST_NORM.component, "bf16")) == 1.0
+    assert found.of(matrix, narrow.choices[MATRIX]) == 2.0
+
+
 def test_a_run_without_steps_prices_nothing() -> None:
     found = prices(two_sites(), [(stack("bf16", "bf16"), [], [])])
     assert found.sites == {}
