@@ -74,7 +74,9 @@ class Fp8:
     """Whether FP8 weights buy time, and from which batch size on."""
 
     pays: bool  # at this batch, by more than the expected error
-    stack: str | None  # the fastest that has FP8 weights; None: the device runs none
+    stack: (
+        str | None
+    )  # that buys most, its error against it; None: the device runs none
     speedup: float | None  # of it, over 16 bits
     from_batch: int | None  # the first of BATCHES at which it pays; None: none of them
     to_batch: int | None  # the last
@@ -205,22 +207,25 @@ def _fp8(
     if not narrow:
         why = refused.get("fp8_weight_only") or refused.get("fp8", "")
         return Fp8(False, None, None, None, None, why)
-    best = min(narrow, key=lambda p: p.cost.per_token_s)
-    error = _error(base, best)
+    # Each with its error against it: modelled figures must promise more than timed ones.
+    least = {p.name: 1 + _error(base, p) for p in narrow}
+    best = min(narrow, key=lambda p: p.cost.per_token_s * least[p.name])
     speedup = base.cost.per_token_s / best.cost.per_token_s
     paying = [
         at.batch_size
         for at in by_batch
-        if at.per_token_s[base.name]
-        > (1 + error) * min(at.per_token_s[p.name] for p in narrow)
+        if any(
+            at.per_token_s[base.name] > at.per_token_s[name] * needed
+            for name, needed in least.items()
+        )
     ]
     return Fp8(
-        pays=speedup > 1 + error,
+        pays=speedup > least[best.name],
         stack=best.name,
         speedup=speedup,
         from_batch=min(paying, default=None),
         to_batch=max(paying, default=None),
-        said=_fp8_said(speedup, error, base.name, best.name),
+        said=_fp8_said(speedup, least[best.name] - 1, base.name, best.name),
     )
 
 

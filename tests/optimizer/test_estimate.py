@@ -203,6 +203,15 @@ def test_a_gain_within_the_error_is_told_as_such() -> None:
     assert found.choice.reasons[-1] == found.fp8.said
 
 
+def test_weights_alone_buy_nothing_where_compute_is_the_limit() -> None:
+    found = asked("a100", Workload(1024, 64, 8))
+    assert found.fp8.speedup == pytest.approx(1)
+    assert found.fp8.said.endswith("it buys no time at this batch size")
+    assert found.fp8.from_batch == 1
+    assert found.fp8.to_batch is not None
+    assert found.fp8.to_batch < 1024
+
+
 @pytest.mark.parametrize("name", ["v100", "t4", "p100"])
 def test_where_there_is_no_fp8_the_reason_is_given(name: str) -> None:
     found = asked(name)
