@@ -74,11 +74,13 @@ def _priced(priced: "Priced", ask: "Ask") -> Json:
         "per_token_s": cost.per_token_s,
         "first_token_s": cost.first_token_s,
         "tokens_per_s": ask.workload.batch_size / cost.per_token_s,
-        "basis": str(cost.basis),
-        "error": _known(cost.error),
-        "basis_shares": {str(basis): share for basis, share in cost.shares.items()},
-        "first_token_basis": str(cost.first_basis),
-        "first_token_error": _known(cost.first_error),
+        "basis": str(cost.per_token.basis),
+        "error": _known(cost.per_token.error),
+        "basis_shares": {
+            str(basis): share for basis, share in cost.per_token.shares.items()
+        },
+        "first_token_basis": str(cost.first_token.basis),
+        "first_token_error": _known(cost.first_token.error),
         "limits": {
             "per_token": _limit(priced.per_token, ask),
             "first_token": _limit(priced.first_token, ask),

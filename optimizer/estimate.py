@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from optimizer.cost import StackCost, site_cost, stack_cost
 from optimizer.errors import HardwareError
 from optimizer.hardware import Device
+from optimizer.latencies import Latency, latency
 from optimizer.ledger import Kinds, Ledger, Served, kinds, served
 from optimizer.limits import Limit, limits
 from optimizer.spec import SWEPT_FORMATS, LatencySla, Workload
-from optimizer.stack import ModelShape, Stack
+from optimizer.stack import ModelShape
 from optimizer.uniform import Uniform, uniforms
 
 BATCHES = (1, 4, 16, 64, 256, 1024)  # at which FP8 is held against 16 bits
@@ -47,7 +47,7 @@ class Priced:
 
     name: str
     kept: Mapping[str, str]  # matrices that stay in 16 bits, and why
-    cost: StackCost
+    cost: Latency
     per_token: Limit
     first_token: Limit
     ledger: Ledger
@@ -117,9 +117,7 @@ def estimate(ask: Ask) -> Estimate:
     Raises HardwareError where devices cannot be joined, or run no format at all.
     """
     stacks = uniforms(ask.model, ask.device, ask.engine, ask.formats)
-    running = [
-        _Running(u, u.stack, kinds(ask.model, u.stack)) for u in stacks if u.stack
-    ]
+    running = [_Running(u, kinds(ask.model, u.stack)) for u in stacks if u.stack]
     if not running:
         why = "; ".join(f"{u.name}: {u.refused}" for u in stacks)
         raise HardwareError(f"{ask.device.name} runs no uniform stack: {why}")
@@ -143,7 +141,6 @@ class _Running:
     """A uniform stack that the device runs, its sites counted."""
 
     uniform: Uniform
-    stack: Stack
     kinds: Kinds
 
 
@@ -151,7 +148,7 @@ def _priced(running: _Running, ask: Ask) -> Priced:
     workload = ask.workload
     held = served(ask.model, running.kinds, workload.tensor_parallel)
     ledger = held.ledger(workload)
-    cost = stack_cost(ask.model, running.stack, ask.device, workload)
+    cost = latency(running.kinds, ask.model, ask.device, workload)
     each, first = limits(running.kinds, ask.device, workload)
     return Priced(
         name=running.uniform.name,
@@ -171,7 +168,7 @@ def _largest_context(held: Served, ask: Ask) -> int:
     return held.largest_context(ask.workload, ask.room_bytes, ask.model.max_context)
 
 
-def _meets(cost: StackCost, sla: LatencySla) -> bool:
+def _meets(cost: Latency, sla: LatencySla) -> bool:
     each, first = sla.per_token_s, sla.first_token_s
     return (each is None or cost.per_token_s <= each) and (
         first is None or cost.first_token_s <= first
@@ -180,16 +177,11 @@ def _meets(cost: StackCost, sla: LatencySla) -> bool:
 
 def _at(batch: int, stacks: Sequence[_Running], ask: Ask) -> AtBatch:
     workload = replace(ask.workload, batch_size=batch)
-    found = {r.uniform.name: _per_token_s(r.kinds, ask, workload) for r in stacks}
+    found = {
+        r.uniform.name: latency(r.kinds, ask.model, ask.device, workload).per_token_s
+        for r in stacks
+    }
     return AtBatch(batch, MappingProxyType(found))
-
-
-def _per_token_s(alike: Kinds, ask: Ask, workload: Workload) -> float:
-    """Return `stack_cost`'s seconds, one site of each kind priced."""
-    return math.fsum(
-        count * site_cost(shape, choice, ask.device, workload, ask.model).per_token_s
-        for (shape, choice), count in alike.items()
-    )
 
 
 # --- FP8 -----------------------------------------------------------------------
@@ -231,7 +223,9 @@ def _fp8(
 
 def _error(*rows: Priced) -> float:
     """Return the error to expect of the least certain figure; one unknown counts none."""
-    return max(0.0 if math.isnan(p.cost.error) else p.cost.error for p in rows)
+    return max(
+        0.0 if math.isnan(e) else e for e in (p.cost.per_token.error for p in rows)
+    )
 
 
 def _fp8_said(speedup: float, error: float, base: str, best: str) -> str:

@@ -151,7 +151,13 @@ def test_rows_are_priced_by_the_cost_model() -> None:
     for p in found.priced:
         stack = stacks[p.name]
         assert stack is not None
-        assert p.cost == stack_cost(QWEN, stack, device("l4"), Workload(8, 300, 50))
+        cost = stack_cost(QWEN, stack, device("l4"), Workload(8, 300, 50))
+        assert p.cost.per_token_s == pytest.approx(cost.per_token_s, rel=1e-12)
+        assert p.cost.first_token_s == pytest.approx(cost.first_token_s, rel=1e-12)
+        assert p.cost.per_token.error == pytest.approx(cost.error, rel=1e-9)
+        assert p.cost.per_token.basis is cost.basis
+        assert p.cost.first_token.basis is cost.first_basis
+        assert p.cost.per_token.shares == pytest.approx(cost.shares)
 
 
 # --- memory ------------------------------------------------------------------------
