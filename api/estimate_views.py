@@ -123,7 +123,8 @@ def _target(found: "Estimate") -> Json | None:
 
     if not _has_target(found.ask):
         return None
-    return {**asdict(found.ask.sla), **asdict(needs(found))}
+    sla = found.ask.sla  # of the median; `asked` are those of its percentile
+    return {**asdict(sla), "asked": sla.asked, **asdict(needs(found))}
 
 
 def _warnings(ask: "Ask") -> list[str]:

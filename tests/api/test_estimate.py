@@ -60,6 +60,7 @@ def test_the_flat_body_of_a_job_is_estimated(client: TestClient) -> None:
     assert found["basis"]["engine"] == "vllm"
     assert found["fp8"]["pays"]
     assert found["latency_sla"]["met_by"] == list(rows)
+    assert found["latency_sla"]["asked"]["per_token_s"] == 0.02
     assert found["recommendation"]["stack"] == "bf16"
     assert found["training"] is None
     assert found["training_advice"]["lora"]["precision"] == "bf16"
