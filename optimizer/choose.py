@@ -19,7 +19,6 @@ from optimizer.hardware import Device
 from optimizer.padding import padded, pays
 from optimizer.rules import refusals
 from optimizer.search import Edge, Option
-from optimizer.sensitivity import Sensitivities, Sensitivity
 from optimizer.spec import LatencySla, OptimizeSpec, Workload
 from optimizer.stack import (
     WHOLE_MODEL,
@@ -30,6 +29,7 @@ from optimizer.stack import (
     SiteShape,
     Stack,
 )
+from optimizer.sums import Sensitivities, Sensitivity
 from optimizer.surrogate import IDENTITY, Kind, Surrogate
 
 FRONT_POINTS = 24

@@ -6,7 +6,7 @@ from typing import Any
 from scipy.stats import spearmanr
 
 from optimizer.choose import Table
-from optimizer.sensitivity import Sensitivities
+from optimizer.sums import Sensitivities
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,15 +121,6 @@ class LoadedModel:
         segment = Segment(first, hidden, None if last else number)
         return self._run(ids, executor, attention_mask, segment)
 
-    def tail(self, first: int, ids: Tensor, hidden: Tensor, run: Executor) -> Tensor:
-        """Return the logits from the input of layer `first` on."""
-        if self.residency.whole:
-            return self._run(ids, run, None, Segment(first, hidden))
-        for stage in range(first + 1, self.stages):
-            with self.residency.holding(stage):
-                hidden = self.stage(stage, ids, hidden, run)
-        return hidden
-
     def _run(
         self, ids: Tensor, executor: Executor, mask: Tensor | None, segment: Segment
     ) -> Tensor:

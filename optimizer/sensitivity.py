@@ -23,7 +23,6 @@ from torch import Tensor
 
 from optimizer.batches import batches, graph_tokens, together
 from optimizer.collapse import COLLAPSE_ROWS, COLLAPSE_SEQUENCES, SampledRows
-from optimizer.exact import exact
 from optimizer.execute import (
     Amaxes,
     Operand,
@@ -42,15 +41,12 @@ from optimizer.sums import (
     Candidates,
     Place,
     Sensitivities,
-    Sensitivity,
     Sums,
     total,
     wanted_roundings,
 )
 from optimizer.totals import dots
 from optimizer.walk import Activations, Told, silent, walk
-
-__all__ = ["Candidates", "Sensitivities", "Sensitivity", "exact", "measure", "sweep"]
 
 # Per sequence. On SmolLM2, 512 tokens and 4 of its layers, 1, 2 and 4 samples had a
 # log-Pearson of 0.9969, 0.9970 and 0.9979 with exact runs; each costs a backward pass.

@@ -11,13 +11,13 @@ from optimizer.choose import (
 from optimizer.cost import SiteCost, stack_cost
 from optimizer.hardware import device
 from optimizer.reasons import why_high
-from optimizer.sensitivity import Sensitivity
 from optimizer.stack import (
     CHOICES,
     Component,
     Stack,
     choice_named,
 )
+from optimizer.sums import Sensitivity
 from tests.optimizer.toy import (
     BATCH,
     DOWN,

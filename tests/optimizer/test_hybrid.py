@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from optimizer.exact import exact
 from optimizer.hybrid import doubtful, settled
 from optimizer.pieces import Memory
-from optimizer.sensitivity import exact
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import Choice, Component, Site, Stack, choice_named
 from optimizer.sums import Sensitivities, Sensitivity

@@ -19,9 +19,9 @@ from optimizer.reasons import (
     why_range,
     why_token,
 )
-from optimizer.sensitivity import Sensitivity
 from optimizer.stack import Component, Granularity, Role, Site, choice_named
 from optimizer.statistics import Layout, SiteStats
+from optimizer.sums import Sensitivity
 from tests.optimizer.numbers import normal
 
 FFN = Component.FFN_IN

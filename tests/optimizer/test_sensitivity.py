@@ -7,6 +7,7 @@ from scipy.stats import pearsonr
 
 from optimizer import sensitivity
 from optimizer.calibrate import amaxes, calibrate
+from optimizer.exact import exact
 from optimizer.execute import Reference, Stacked, WeightCodes
 from optimizer.metrics import logits_kl_nats
 from optimizer.model import LoadedModel
@@ -68,9 +69,9 @@ def test_the_estimate_follows_the_measurement(architecture: str) -> None:
     fast = sensitivity.measure(
         model, sequences, candidates, largest, weights, label_samples=4
     )
-    exact = sensitivity.exact(model, sequences, candidates, largest, weights)
-    pairs = [k for k, v in exact.items() if v > 0]
-    logs = np.log([[exact[k], fast[k].kl_nats] for k in pairs])
+    measured = exact(model, sequences, candidates, largest, weights)
+    pairs = [k for k, v in measured.items() if v > 0]
+    logs = np.log([[measured[k], fast[k].kl_nats] for k in pairs])
     # A model this small has few elements to average over; see tests/bench/sweep.py.
     assert pearsonr(logs[:, 0], logs[:, 1]).statistic > 0.9
     assert abs(np.median(logs[:, 1] - logs[:, 0])) < math.log(1.5)
@@ -80,10 +81,10 @@ def test_the_estimate_follows_the_measurement(architecture: str) -> None:
 def test_a_cached_prefix_changes_no_bit(architecture: str) -> None:
     model, ids = tiny.loaded(architecture), tiny.ids()
     largest, weights = amaxes(calibrate(model, [ids])), WeightCodes(model)
-    exact = sensitivity.exact(model, [ids], everything(model), largest, weights)
+    measured = exact(model, [ids], everything(model), largest, weights)
     with torch.no_grad():
         reference = model.forward(ids, Reference())[0]
-        for (site, choice), kl in exact.items():
+        for (site, choice), kl in measured.items():
             executor = Stacked(Stack({site: choice}), largest, weights)
             logits = model.forward(ids, executor)[0]
             whole = logits_kl_nats(reference, logits).sum(dtype=torch.float64)

@@ -7,9 +7,10 @@ from torch import nn
 
 from optimizer.calibrate import amaxes, calibrate
 from optimizer.errors import ModelError
+from optimizer.exact import exact
 from optimizer.execute import Reference, Stacked, WeightCodes
 from optimizer.model import LoadedModel, load
-from optimizer.sensitivity import exact, measure
+from optimizer.sensitivity import measure
 from optimizer.stack import CHOICES, Choice, Component, Site, Stack
 from optimizer.stream import outline, stream
 from tests.optimizer import tiny

@@ -11,7 +11,6 @@ from optimizer.choose import (
     tabulate,
 )
 from optimizer.hardware import device
-from optimizer.sensitivity import Sensitivity
 from optimizer.spec import LatencySla, OptimizeSpec, Workload
 from optimizer.stack import (
     WHOLE_MODEL,
@@ -22,6 +21,7 @@ from optimizer.stack import (
     SiteShape,
     Stack,
 )
+from optimizer.sums import Sensitivity
 
 OUT, FFN, DOWN = (
     Site(0, c) for c in (Component.ATTN_OUT, Component.FFN_IN, Component.FFN_OUT)
