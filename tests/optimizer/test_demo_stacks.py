@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -96,8 +97,9 @@ def test_predictions_rank_stacks_as_measurements_do(runs: Runs) -> None:
     for found in (runs.loose, runs.within(runs.tight_s)):
         stacks = found["validation"]["stacks"]
         by_prediction = sorted(stacks, key=lambda s: s["predicted_kl_nats"])
-        measured = [kl(s) for s in by_prediction]
-        assert measured == sorted(measured)
+        for less, more in combinations(by_prediction, 2):
+            # Stacks a twentieth apart are in either order on so few tokens.
+            assert less["kl_nats"]["low"] <= more["kl_nats"]["high"]
         for stack in stacks:
             # Added up over sites, each alone: within a factor of two of the whole.
             if kl(stack) > 0:
