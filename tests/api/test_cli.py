@@ -46,7 +46,7 @@ def precision(
 def optimizer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """What stands in the place of `optimizer.run`; its answer meets the SLA."""
     run, torch = ModuleType("optimizer.run"), ModuleType("torch")
-    run.optimize = lambda spec, progress, pieces: answer("sla_met")  # type: ignore[attr-defined]
+    run.optimize = lambda *known: answer("sla_met")  # type: ignore[attr-defined]
     torch.set_num_threads = lambda count: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "optimizer.run", run)
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -110,7 +110,7 @@ def test_a_met_sla_exits_0_and_shows_the_stack(site: Path, precision: Run) -> No
 def test_a_missed_sla_exits_3_and_says_what_would_meet_it(
     site: Path, precision: Run, optimizer: Any
 ) -> None:
-    optimizer.optimize = lambda spec, progress, pieces: answer("sla_not_met")
+    optimizer.optimize = lambda *known: answer("sla_not_met")
     code, out, _ = precision(*ASK, "--sla", "1us")
     assert code == 3
     assert "latency_sla 0.4 ms or more" in out
@@ -119,7 +119,7 @@ def test_a_missed_sla_exits_3_and_says_what_would_meet_it(
 def test_a_failed_job_exits_1_and_says_why(
     site: Path, precision: Run, optimizer: Any
 ) -> None:
-    def fail(spec: object, progress: object, pieces: object) -> None:
+    def fail(*known: object) -> None:
         raise DatasetError("3 samples, 16 are needed")
 
     optimizer.optimize = fail
@@ -147,11 +147,14 @@ def test_the_options_become_the_request(site: Path, precision: Run) -> None:
     more = ("--data", "math", "--rounding", "compensated")
     _, out, _ = precision(*ASK, *options, *sizes, *more, "--json")
     request = json.loads(out)["request"]
-    assert request["latency_sla"] == {"per_token_s": 0.02, "first_token_s": 0.3}
+    target = {"per_token_s": 0.02, "first_token_s": 0.3, "percentile": 0.5}
+    assert request["latency_sla"] == target
     assert request["workload"] == {
         "batch_size": 4,
         "prompt_tokens": 9,
         "output_tokens": 8,
+        "tensor_parallel": 1,
+        "cuda_graphs": True,
     }
     assert (request["task"], request["data_distribution"]) == ("code", "math")
     assert request["rounding"] == "compensated"
