@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from optimizer import search
+from optimizer import kept_front, search
 from optimizer.casts import NO_CASTS, Casts
 from optimizer.cost import SiteCost, site_cost, tied_bytes
 from optimizer.formats import FP16
 from optimizer.hardware import Device
+from optimizer.kept_front import Answer, Question, question
 from optimizer.padding import padded, pays
 from optimizer.rules import refusals
 from optimizer.search import Edge, Option
@@ -153,6 +154,7 @@ class Chooser:
     casts: Casts = NO_CASTS
     surrogate: Surrogate = IDENTITY  # what measured stacks taught
     alike: frozenset[Component] = frozenset()  # one choice for all sites of these
+    searched: Callable[[Question], Answer] = kept_front.answer  # may read a kept one
     groups: tuple[Group, ...] = field(init=False)
     edges: tuple[Edge, ...] = field(init=False)
     _rows: dict[Site, dict[Choice, Row]] = field(init=False)
@@ -293,10 +295,9 @@ class Chooser:
     def front(self, points: int = FRONT_POINTS) -> list[Stack]:
         """Return surrogate-optimal stacks that fit the memory, fastest first."""
         if points not in self._fronts:
-            found = search.front(
-                self._options(), points, edges=self.edges, max_bytes=self.max_bytes
-            )
-            self._fronts[points] = [self._stack(picked) for picked in found.picks]
+            asked = question(self._options(), points, self.edges, self.max_bytes)
+            picks = self.searched(asked)["picks"]
+            self._fronts[points] = [self._stack(picked) for picked in picks]
         return self._fronts[points]
 
     def least_loss(self, sla: LatencySla, max_bytes: int) -> Stack | None:

@@ -3,7 +3,10 @@
 Sentences for people, each from figures that were measured.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from optimizer.choose import Chooser, Row, Totals
 from optimizer.cost import SiteCost, site_cost
@@ -11,7 +14,14 @@ from optimizer.formats import E4M3, E5M2, Format
 from optimizer.hardware import DEVICES, Device
 from optimizer.rules import refusals
 from optimizer.spec import OptimizeSpec
-from optimizer.stack import Choice, Granularity, ModelShape, Role
+from optimizer.stack import (
+    WHOLE_MODEL,
+    Choice,
+    Granularity,
+    ModelShape,
+    Role,
+    SiteShape,
+)
 from optimizer.statistics import SiteStats
 from optimizer.units import seconds
 from optimizer.watch import Place
@@ -256,13 +266,21 @@ def would_meet(chooser: Chooser, nearest: Totals, spec: OptimizeSpec) -> list[st
 def _fastest_possible(model: ModelShape, device: Device, spec: OptimizeSpec) -> Totals:
     """The least of every site on a device: a bound that no stack beats."""
     per_token = first_token = 0.0
-    for shape in model.sites:
+    alike = Counter(_of_any_layer(shape) for shape in model.sites)
+    for shape, count in alike.items():
         verdicts = refusals(device, spec.engine, shape, spec.formats)
         costs = [
             site_cost(shape, c, device, spec.workload, model)
             for c, no in verdicts.items()
             if no is None
         ]
-        per_token += min((c.per_token_s for c in costs), default=float("inf"))
-        first_token += min((c.first_token_s for c in costs), default=float("inf"))
+        per_token += count * min((c.per_token_s for c in costs), default=math.inf)
+        first_token += count * min((c.first_token_s for c in costs), default=math.inf)
     return Totals(0.0, per_token, first_token, 0, 0)
+
+
+def _of_any_layer(shape: SiteShape) -> SiteShape:
+    """Return the shape in the first layer: equal ones cost the same in every layer."""
+    if shape.site.layer == WHOLE_MODEL:
+        return shape
+    return replace(shape, site=replace(shape.site, layer=0))

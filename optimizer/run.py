@@ -102,12 +102,12 @@ def optimize(
     table = tabulate(shape, verdicts, losses, cost_of)
     alike = ONE_SWITCH.get(spec.engine, frozenset())
     limit = spec.max_memory_bytes or int(HEADROOM * target.memory_bytes)
-    chooser = Chooser(shape, table, limit, pairs, alike=alike)
+    chooser = Chooser(shape, table, limit, pairs, alike=alike, searched=work.front)
     doubts = doubtful(chooser.front(plan.COARSE), losses)
     if doubts:
         losses = settled(losses, work.exact(doubts))
         table = tabulate(shape, verdicts, losses, cost_of)
-        chooser = Chooser(shape, table, limit, pairs, alike=alike)
+        chooser = replace(chooser, table=table)
 
     meter.enter("validate")
     measuring = _Measuring(work, meter)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optimizer import kept_front
 from optimizer.calibrate import amaxes, calibrate, stats_from_json, stats_to_json
 from optimizer.contrast import Contrast
 from optimizer.errors import ModelError
@@ -159,6 +160,11 @@ class Work(Opened):
         (found,) = self._run([Piece("compensated", key, plain.payload)])
         return token_values(found), Gain(**found["gain"])
 
+    def front(self, asked: kept_front.Question) -> kept_front.Answer:
+        """Search, or read what a job with the same numbers found."""
+        piece = Piece("front", key_of("front", NUMERICS, asked), asked)
+        return self._run([piece])[0]
+
     def reference_nll(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the reference's loss on every held-out prediction, in nats."""
         key = key_of("truth", *self._held_out())
@@ -278,6 +284,8 @@ class Work(Opened):
                 return self._attention(**piece.payload)
             case "exact":
                 return self._exact(**piece.payload)
+            case "front":
+                return kept_front.answer(piece.payload)
             case "compensated":
                 return self._compensated(Stack.from_json(piece.payload["stack"]))
             case "validate":
