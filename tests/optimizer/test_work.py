@@ -58,7 +58,8 @@ def test_another_device_on_the_same_model_and_data_sweeps_nothing(
     kept.computed.clear()
     optimize(replace(spec, hardware="b200"), quiet, kept)
     optimize(replace(spec, hardware="h100", workload=Workload(8)), quiet, kept)
-    assert set(kept.computed) <= {"validate", "attention_of_stack"}
+    # Seconds are others, so what nothing beats is searched again.
+    assert set(kept.computed) <= {"front", "validate", "attention_of_stack"}
     kept.computed.clear()
     optimize(replace(spec, hardware="t4"), quiet, kept)  # fp16 is another family
     assert "calibrate" not in kept.computed
