@@ -4,7 +4,7 @@ The vendor BLAS that torch calls for float32 runs at half speed on processors of
 another vendor, so the kernels of oneDNN are called by name where torch has them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,30 +41,38 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        back: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        ctx.save_for_backward(back)
+        ctx.save_for_backward(weight)
+        ctx.back = back
         return _product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (back,) = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        if back.dtype == torch.bfloat16:
-            return (gradient.bfloat16() @ back).float(), None, None, None
-        return _product(gradient, back.T, None), None, None, None
+        (weight,) = ctx.saved_tensors
+        return ctx.back(gradients[0].contiguous(), weight), None, None, None
+
+
+def way_back(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return g W in float32: (..., out), (out, in) -> (..., in)."""
+    return _product(gradient, weight.T, None)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, back: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    back: Callable[[Tensor, Tensor], Tensor] = way_back,
 ) -> Tensor:
     """Return x Wᵀ + b in float32: (..., in), (out, in), (out,) -> (..., out).
 
-    Differentiable in x only; the gradient comes back through `back`, the weight
-    itself or `rough` of it.
+    Differentiable in x only, by `way_back` or `rough_way_back`.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        back = weight if back is None else back
         y: Tensor = _Linear.apply(x, weight, bias, back)
         return y
     return _product(x, weight, bias)
@@ -86,6 +94,13 @@ ROUGH = torch.bfloat16 if _has_bf16_products() else torch.float32
 def rough(x: Tensor) -> Tensor:
     """Return `x` in the precision of estimates, itself where that is float32."""
     return x.to(ROUGH)
+
+
+def rough_way_back(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return `way_back` in the precision of estimates, float32."""
+    if ROUGH is torch.float32:
+        return way_back(gradient, weight)
+    return (rough(gradient) @ rough(weight)).float()
 
 
 # Products of codes

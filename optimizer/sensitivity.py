@@ -31,7 +31,7 @@ from optimizer.execute import (
     round_operand,
 )
 from optimizer.labels import label_gradients
-from optimizer.matmul import linear, rough
+from optimizer.matmul import linear, rough_way_back
 from optimizer.matrices import Matrices, Product
 from optimizer.model import LoadedModel
 from optimizer.rounded import Whole, count, squared_error
@@ -85,7 +85,6 @@ class Sweep(Reference):
         self._wanted = wanted_roundings(candidates)
         self._seen: list[Seen] = []
         self._last: dict[Place, Tensor] = {}
-        self._rough: dict[str, Tensor] = {}  # matrices of this stage
         self._sequences: Sequence[int] = ()  # that run together
         self.sums = Sums()
         self._matrices = Matrices(model, weights, self._wanted, self.sums)
@@ -108,7 +107,7 @@ class Sweep(Reference):
     def linear(self, part: LinearPart, x: Tensor) -> Tensor:
         """Run in fp32; note the matrix's own gradient as well."""
         x = self.elementwise(part.site, Role.INPUT, x)
-        y = linear(x, part.weight, part.bias, self._way_back(part))
+        y = linear(x, part.weight, part.bias, rough_way_back)
         y = self.elementwise(part.site, Role.OUTPUT, y)
         if (part.site, Role.WEIGHT) in self._wanted:
             rows = x.detach().flatten(0, -2)  # (tokens, in)
@@ -117,12 +116,6 @@ class Sweep(Reference):
                 lambda g: self._matrices.note(Product(part, numbers, g, rows))
             )
         return y
-
-    def _way_back(self, part: LinearPart) -> Tensor:
-        """Return the matrix that gradients come back through, made once a stage."""
-        if part.name not in self._rough:
-            self._rough[part.name] = rough(part.weight)
-        return self._rough[part.name]
 
     def run(
         self,
@@ -187,7 +180,6 @@ class Sweep(Reference):
     def leave(self, stage: int) -> None:
         """Score what is left of a stage, while its weights are still there."""
         self._matrices.score()
-        self._rough.clear()
 
     def _score_seen(self) -> None:
         for seen in self._seen:

@@ -6,7 +6,7 @@ from torch.nn import functional
 from optimizer import matmul as module
 from optimizer.errors import SpecError
 from optimizer.formats import BF16, E4M3, E5M2, FP16, FP32, Format
-from optimizer.matmul import linear, linear_fp8, matmul_codes
+from optimizer.matmul import linear, linear_fp8, matmul_codes, rough_way_back
 from optimizer.quantize import quantize, round_to_format
 from optimizer.stack import Granularity
 from tests.optimizer.numbers import assert_same_bits, by_definition, normal, scaled
@@ -99,3 +99,19 @@ def test_block_scales_do_not_fit_behind_the_sum() -> None:
         linear_fp8(
             ONE.expand(1, 8), torch.ones(4, 8), torch.ones(4, 8), ONE, E4M3, BF16
         )
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_the_rough_way_back_is_near_the_exact_one(
+    precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROUGH", precision)
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(3, 16, 48, generator=generator)
+    weight = torch.randn(48, 32, generator=generator)
+    exact = gradient.double() @ weight.double()
+    size = (gradient.abs() @ weight.abs()).double()
+    # Two operands and the result are rounded, each by half an ulp of 8 bits at most.
+    bound = 2**-22 if precision == torch.float32 else 3.1 * 2**-9
+    found = rough_way_back(gradient, weight).double()
+    assert bool(((found - exact).abs() <= bound * size).all())
