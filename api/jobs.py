@@ -75,6 +75,7 @@ def submit(
         tenant_id=tenant_id,
         body=body or {},
         spec=spec.to_json(),
+        hardware=spec.hardware,
         last_seq=0,
         created_at=at,
         queued_at=at,

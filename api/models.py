@@ -1,70 +1,16 @@
 """The tables."""
 
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    DateTime,
-    Dialect,
-    Enum,
-    ForeignKey,
-    Index,
-    MetaData,
-    Text,
-    TypeDecorator,
-    text,
-)
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy import BigInteger, ForeignKey, Index, Text, false, text
+from sqlalchemy.orm import Mapped, mapped_column
 
 from api import ids
+from api.base import Base, now, words
 
-
-class UtcDateTime(TypeDecorator[datetime]):
-    """An aware datetime in UTC, on SQLite as well, which stores no zone."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(
-        self, value: datetime | None, dialect: Dialect
-    ) -> datetime | None:
-        """Refuse naive datetimes: nobody knows what they mean."""
-        if value is not None and value.tzinfo is None:
-            raise ValueError("naive datetime")
-        return value and value.astimezone(UTC)
-
-    def process_result_value(
-        self, value: datetime | None, dialect: Dialect
-    ) -> datetime | None:
-        """Name the zone again."""
-        if value is None or value.tzinfo:
-            return value and value.astimezone(UTC)
-        return value.replace(tzinfo=UTC)
-
-
-class Base(DeclarativeBase):
-    """Constraint names are fixed, so that a migration can name them."""
-
-    metadata = MetaData(
-        naming_convention={
-            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
-            "pk": "pk_%(table_name)s",
-        }
-    )
-    type_annotation_map = {  # noqa: RUF012  SQLAlchemy reads it as a class attribute
-        datetime: UtcDateTime,
-        dict[str, Any]: JSON(none_as_null=True),
-    }
-
-
-def now() -> datetime:
-    """Return this machine's time, aware."""
-    return datetime.now(UTC)
+__all__ = ["Base", "now"]
 
 
 class Tenant(Base):
@@ -75,6 +21,9 @@ class Tenant(Base):
     id: Mapped[str] = mapped_column(primary_key=True, default=lambda: ids.new("ten"))
     name: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[datetime] = mapped_column(default=now)
+    max_queued: Mapped[int | None]  # None: the setting's
+    max_running: Mapped[int | None]
+    served_at: Mapped[datetime | None]  # when a worker last took a job of its
 
 
 class ApiKey(Base):
@@ -86,7 +35,11 @@ class ApiKey(Base):
     sha256: Mapped[str]
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     name: Mapped[str]
+    kind: Mapped[str] = mapped_column(default="personal", server_default="personal")
+    scopes: Mapped[list[Any] | None]  # None: everything, as keys had before scopes
+    version: Mapped[int] = mapped_column(default=1, server_default="1")  # its ETag
     created_at: Mapped[datetime] = mapped_column(default=now)
+    expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
     last_used_at: Mapped[datetime | None]
 
@@ -116,7 +69,9 @@ class RegisteredModel(Base):
     parameters: Mapped[int] = mapped_column(BigInteger)
     stored_bytes: Mapped[int] = mapped_column(BigInteger)
     dtypes: Mapped[dict[str, Any]]
+    uploaded: Mapped[bool] = mapped_column(default=False, server_default=false())
     created_at: Mapped[datetime] = mapped_column(default=now)
+    expires_at: Mapped[datetime | None]
 
 
 class Dataset(Base):
@@ -135,6 +90,7 @@ class Dataset(Base):
     samples: Mapped[int]
     bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[datetime] = mapped_column(default=now)
+    expires_at: Mapped[datetime | None]
 
 
 class Status(StrEnum):
@@ -158,22 +114,29 @@ class Job(Base):
     """One optimization, from request to report."""
 
     __tablename__ = "jobs"
-    __table_args__ = (Index("ix_jobs_tenant_id_id", "tenant_id", "id"),)
+    __table_args__ = (
+        Index("ix_jobs_tenant_id_id", "tenant_id", "id"),
+        Index("ix_jobs_status_hardware_tenant_id", "status", "hardware", "tenant_id"),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True, default=lambda: ids.new("job"))
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     status: Mapped[Status] = mapped_column(
-        Enum(
-            Status,
-            native_enum=False,
-            length=16,
-            values_callable=lambda e: [s.value for s in e],
-        ),
+        words(Status),
         default=Status.QUEUED,
         index=True,
     )
     body: Mapped[dict[str, Any]]  # the request as the caller wrote it
     spec: Mapped[dict[str, Any]]  # the same, resolved
+    hardware: Mapped[str] = mapped_column(default="", server_default="")
+    priority: Mapped[int] = mapped_column(default=0, server_default="0")  # high first
+    run_limit_s: Mapped[float | None]  # None: the setting's
+    retried_from: Mapped[str | None]
+    created_by: Mapped[str | None]  # the key's id, or the token's subject
+    request_id: Mapped[str | None]
+    traceparent: Mapped[str | None]  # W3C: the caller's trace goes on in the worker
+    webhook_endpoint_id: Mapped[str | None]  # None: every endpoint that subscribed
+    warnings: Mapped[list[Any] | None]
     attempt: Mapped[int] = mapped_column(default=0)
     attempts_lost: Mapped[int] = mapped_column(default=0)
     worker: Mapped[str | None]
@@ -194,6 +157,7 @@ class Job(Base):
     cancel_requested_at: Mapped[datetime | None]
     finished_at: Mapped[datetime | None]
     expires_at: Mapped[datetime]
+    deleted_at: Mapped[datetime | None]  # the row stays as a tombstone
 
 
 class JobEvent(Base):
@@ -221,7 +185,10 @@ class Artifact(Base):
     sha256: Mapped[str]
     bytes: Mapped[int] = mapped_column(BigInteger)
     media_type: Mapped[str]
+    kind: Mapped[str] = mapped_column(default="file", server_default="file")
     created_at: Mapped[datetime]
+    expires_at: Mapped[datetime | None]
+    purged_at: Mapped[datetime | None]  # the bytes are gone, what they were is known
 
 
 class KeptResult(Base):
@@ -262,15 +229,149 @@ class JobPiece(Base):
     kind: Mapped[str]
     payload: Mapped[dict[str, Any]]
     state: Mapped[PieceState] = mapped_column(
-        Enum(
-            PieceState,
-            native_enum=False,
-            length=16,
-            values_callable=lambda e: [s.value for s in e],
-        ),
+        words(PieceState),
         default=PieceState.QUEUED,
     )
     attempt: Mapped[int] = mapped_column(default=0)
     worker: Mapped[str | None]
     heartbeat_at: Mapped[datetime | None]
     error: Mapped[str | None]
+
+
+class IdempotencyKey(Base):
+    """What a request with this key was answered, to answer it again alike."""
+
+    __tablename__ = "idempotency_keys"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    route: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    fingerprint: Mapped[str]  # of the body: the same key must mean the same
+    status: Mapped[int | None]  # None: it is being answered
+    headers: Mapped[dict[str, Any] | None]
+    body: Mapped[str | None] = mapped_column(Text())
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime] = mapped_column(index=True)
+
+
+class UploadState(StrEnum):
+    """An upload goes down this list."""
+
+    OPEN = "open"  # parts are coming in
+    CHECKING = "checking"  # all are there; they are put together and looked at
+    COMPLETE = "complete"
+    FAILED = "failed"  # what came in is no model, or no dataset
+
+
+class Upload(Base):
+    """A model or a dataset on its way in, part by part."""
+
+    __tablename__ = "uploads"
+    __table_args__ = (Index("ix_uploads_tenant_id_id", "tenant_id", "id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # that of what it becomes
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    kind: Mapped[str]  # model, dataset
+    name: Mapped[str]
+    files: Mapped[list[Any]]  # {path, bytes}, in the order of their parts
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    part_bytes: Mapped[int] = mapped_column(BigInteger)
+    state: Mapped[UploadState] = mapped_column(
+        words(UploadState),
+        default=UploadState.OPEN,
+    )
+    error: Mapped[dict[str, Any] | None]
+    created_by: Mapped[str | None]
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime] = mapped_column(index=True)
+
+
+class UploadPart(Base):
+    """A part that lies whole in the storage."""
+
+    __tablename__ = "upload_parts"
+
+    upload_id: Mapped[str] = mapped_column(ForeignKey("uploads.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)  # from 1
+    sha256: Mapped[str]
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime]
+
+
+class WebhookEndpoint(Base):
+    """A URL that wants to hear of events."""
+
+    __tablename__ = "webhook_endpoints"
+    __table_args__ = (Index("ix_webhook_endpoints_tenant_id_id", "tenant_id", "id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=lambda: ids.new("we"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    url: Mapped[str]
+    description: Mapped[str] = mapped_column(default="")
+    format: Mapped[str] = mapped_column(default="standard")
+    events: Mapped[list[Any]]  # event types
+    secret: Mapped[str]  # signs; so it cannot be a hash
+    old_secret: Mapped[str | None]  # signs as well, until it expires
+    old_secret_expires_at: Mapped[datetime | None]
+    enabled: Mapped[bool] = mapped_column(default=True)
+    disabled_reason: Mapped[str | None]
+    failing_since: Mapped[datetime | None]  # no delivery arrived since
+    version: Mapped[int] = mapped_column(default=1)  # its ETag
+    created_at: Mapped[datetime]
+    updated_at: Mapped[datetime]
+
+
+class DeliveryState(StrEnum):
+    """A delivery waits until it arrived, or nobody tries any more."""
+
+    PENDING = "pending"
+    DELIVERED = "delivered"
+    FAILED = "failed"
+
+
+class WebhookDelivery(Base):
+    """One event for one endpoint: the outbox, and the log of every attempt."""
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (
+        Index(
+            "ix_webhook_deliveries_state_next_attempt_at", "state", "next_attempt_at"
+        ),
+        Index("ix_webhook_deliveries_endpoint_id_id", "endpoint_id", "id"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=lambda: ids.new("dlv"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    endpoint_id: Mapped[str] = mapped_column(
+        ForeignKey("webhook_endpoints.id", ondelete="CASCADE")
+    )
+    job_id: Mapped[str | None]
+    message_id: Mapped[str]  # `webhook-id`: the same over retries and replays
+    event_type: Mapped[str]
+    payload: Mapped[str] = mapped_column(Text())  # the bytes that are signed
+    state: Mapped[DeliveryState] = mapped_column(
+        words(DeliveryState),
+        default=DeliveryState.PENDING,
+    )
+    attempts: Mapped[int] = mapped_column(default=0)
+    log: Mapped[list[Any]]  # {at, status, error, duration_s} of each attempt
+    claimed_until: Mapped[datetime | None]  # a postman who fell silent loses it then
+    next_attempt_at: Mapped[datetime]
+    created_at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+
+
+class AuditEvent(Base):
+    """Who did what to which thing. Rows are only added."""
+
+    __tablename__ = "audit_events"
+    __table_args__ = (Index("ix_audit_events_tenant_id_id", "tenant_id", "id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=lambda: ids.new("aud"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    at: Mapped[datetime]
+    actor: Mapped[str]  # a key's id, a token's subject, or the command line
+    action: Mapped[str]  # noun.verb, as `api_key.created`
+    target: Mapped[str | None]  # the id of the thing
+    request_id: Mapped[str | None]
+    details: Mapped[dict[str, Any]]
