@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, case, func, select, update
 from sqlalchemy.orm import Session
 
-from api import ids
+from api import cursors, ids
 from api.errors import NotFound
 from api.models import HELD, Artifact, Job, JobEvent, Status
 from api.settings import settings
@@ -108,14 +108,10 @@ def page(
     status: Status | None = None,
 ) -> tuple[list[Job], str | None]:
     """Return the newest jobs first, and the cursor of the next page if there is one."""
-    query = select(Job).where(Job.tenant_id == tenant_id).order_by(Job.id.desc())
-    if after is not None:
-        query = query.where(Job.id < ids.read_cursor(after))
+    query = select(Job).where(Job.tenant_id == tenant_id)
     if status is not None:
         query = query.where(Job.status == status)
-    found = list(session.scalars(query.limit(limit + 1)))
-    more = len(found) > limit
-    return found[:limit], ids.cursor(found[limit - 1].id) if more else None
+    return cursors.page(session, query, Job.id, f"jobs:{tenant_id}", limit, after)
 
 
 def cancel(session: Session, tenant_id: str, job_id: str) -> Job:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MIB = 2**20
@@ -39,6 +39,11 @@ class Settings(BaseSettings):
         default="",
         description="SQLAlchemy URL, `sqlite:///…` or `postgresql+psycopg://…`. "
         "Empty: `precision.db` in the data folder.",
+    )
+    secret_key: SecretStr = Field(
+        default=SecretStr(""),
+        description="Signs cursors and links; the same for all replicas. Empty: a "
+        "random one, kept in `secret` of the data folder.",
     )
     broker_url: str = Field(
         default="redis://127.0.0.1:6379/0",

@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import URL, create_engine, make_url, text
 
-from api import auth, db, queue, settings
+from api import auth, db, queue, secret, settings
 from api.app import create_app
 
 
@@ -19,6 +19,7 @@ def _forget() -> None:
     db.close()
     settings.settings.cache_clear()
     queue.producer.cache_clear()
+    secret.key.cache_clear()
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ def settings_table() -> str:
     """Return the README's table of settings, from their descriptions."""
     rows = ["| variable | default | |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        shown = f"`{default}`" if default not in ("", [], None) else ""
+        default = str(field.get_default(call_default_factory=True))
+        shown = f"`{default}`" if default not in ("", "[]", "None") else ""
         rows.append(f"| `PRECISION_{name.upper()}` | {shown} | {field.description} |")
     return "\n".join(rows)
 
@@ -43,3 +43,15 @@ def test_documents_link_to_what_exists() -> None:
         page = ROOT / name
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{name}: {target}"
+
+
+def _rewrite_settings() -> None:
+    """Bring the README's table up to date: `python -m tests.test_docs`."""
+    before, rest = README.split("<!-- settings:begin -->\n")
+    after = rest.split("\n<!-- settings:end -->")[1]
+    table = f"<!-- settings:begin -->\n{settings_table()}\n<!-- settings:end -->"
+    (ROOT / "README.md").write_text(before + table + after, "utf-8")
+
+
+if __name__ == "__main__":
+    _rewrite_settings()
