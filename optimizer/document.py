@@ -21,8 +21,8 @@ from optimizer.evidence import Evidence
 from optimizer.experts import ExpertTokens, rare
 from optimizer.hardware import Device
 from optimizer.local_run import Measured
-from optimizer.matmul import MATMUL_PRECISION
 from optimizer.model import LoadedModel
+from optimizer.on_device import executed_as
 from optimizer.one_pass import generates
 from optimizer.reasons import growing
 from optimizer.recode import Gain
@@ -86,6 +86,7 @@ class Run:
     rounding: Rounding
     experts: tuple[ExpertTokens, ...]  # empty without experts
     evidence: Evidence  # who sets the scales, and what attention looks at
+    executed: Mapping[str, Any]  # what the validated stacks were run on
     runs: Mapping[str, Measured] = field(default_factory=dict)  # end to end, by label
 
 
@@ -100,13 +101,7 @@ def build(run: Run) -> dict[str, Any]:
         "model": _model(run),
         "data": _data(run),
         "hardware": _hardware(run),
-        "executed_on": {
-            "device": "cpu",
-            "emulated": True,
-            "matmul": "fp32" if MATMUL_PRECISION == "ieee" else "bf16",
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-        },
+        "executed_on": {**run.executed, "threads": torch.get_num_threads()},
         "workload": asdict(run.spec.workload),
         "precision_stack": {c["component"]: c["choice"] for c in by_component},
         "components": by_component,
@@ -324,8 +319,7 @@ def shown_as(label: str, where: str | None) -> str:
 def _limits(run: Run) -> list[str]:
     spec = run.spec
     said = [
-        "Formats are emulated on a CPU: products of codes accumulated in fp32, scaled, "
-        "rounded once. A GPU's own accumulation order may differ in the last bit.",
+        executed_as(run.executed),
         f"Quality was measured at {spec.sequence_tokens} tokens of context.",
         "Predicted KL adds up what each site loses alone, corrected by the stacks that "
         "were measured; measured KL is of the whole stack.",

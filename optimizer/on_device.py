@@ -1,13 +1,15 @@
-"""A stack on a real device, held against its emulation, and how long it takes there.
+"""A stack on a real device, or held against its emulation, and how long it takes there.
 
-The emulation drives: it runs the stack as everywhere else, and at every matrix that the
-device's kernels take the same bf16 input goes to the device as well. What comes back is
-compared site by site. Attention and activation functions stay emulated.
+Where a GPU has FP8 units, whole stacks are run with them (`executor`). To compare
+(`compare`), the emulation drives: it runs the stack as everywhere else, and at every
+matrix that the device's kernels take the same bf16 input goes to the device as well.
+What comes back is compared site by site. Attention and activation functions stay
+emulated.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,10 +17,13 @@ import torch
 from torch import Tensor
 
 from optimizer import scaled_mm, te
+from optimizer.device_state import cpu_name
 from optimizer.errors import HardwareError
 from optimizer.execute import Amaxes, Operand, Stacked, WeightCodes
 from optimizer.formats import BF16, FORMATS
+from optimizer.matmul import MATMUL_PRECISION
 from optimizer.model import LoadedModel
+from optimizer.overflow import Noting
 from optimizer.quantize import round_to_format, scale_from_amax
 from optimizer.sites import LinearPart
 from optimizer.stack import Choice, Component, Granularity, Role, Site, Stack
@@ -33,7 +38,7 @@ class Kernels(Protocol):
         """Whether a linear choice runs there."""
 
     def linear(self, part: LinearPart, x: Tensor, choice: Choice) -> Tensor:
-        """Return x Wᵀ + b in bf16 for bf16 rows (rows, k) on the CPU: there and back."""
+        """Return x Wᵀ + b in bf16 for rows (rows, k) on the CPU: there and back."""
 
 
 class _Calibrated:
@@ -172,23 +177,88 @@ def compare(
     return run.found
 
 
+# Running
+
+
+class OnDevice(Noting):
+    """A stack whose FP8 products run on a device's own units; the rest is emulated."""
+
+    def __init__(
+        self, stack: Stack, amaxes: Amaxes, weights: WeightCodes, kernels: Kernels
+    ) -> None:
+        super().__init__(stack, amaxes, weights)
+        self._kernels = kernels
+
+    def linear(self, part: LinearPart, x: Tensor) -> Tensor:
+        """Have the device narrow the input and multiply, where it takes the choice."""
+        choice = self._choices.get(part.site)
+        if choice is None or not self._kernels.takes(part.site.component, choice):
+            return super().linear(part, x)
+        self._input(part.site, x)  # notes the tokens that go beyond FP8
+        y = self._kernels.linear(part, x.flatten(0, -2), choice).float()
+        return round_to_format(y.view(*x.shape[:-1], -1), FORMATS[choice.output])
+
+
+def executor(stack: Stack, amaxes: Amaxes, weights: WeightCodes) -> Noting:
+    """Return what runs a stack here: this process's FP8 units, or the emulation."""
+    if executed_on()["emulated"]:
+        return Noting(stack, amaxes, weights)
+    kernels = ScaledMm(amaxes, weights, torch.device("cuda"))
+    return OnDevice(stack, amaxes, weights, kernels)
+
+
 # Where, and how long
 
 
 def executed_on() -> dict[str, Any]:
     """Return what FP8 runs on in this process: its own GPU, or the emulation."""
+    beside = {
+        "processor": cpu_name(),
+        "matmul": "fp32" if MATMUL_PRECISION == "ieee" else "bf16",
+        "torch": torch.__version__,
+    }
     if not torch.cuda.is_available():
-        return {"device": "cpu", "emulated": True}
-    major, minor = torch.cuda.get_device_capability(0)
+        return {"device": "cpu", "emulated": True, "kernels": None, **beside}
+    capability = torch.cuda.get_device_capability(0)
+    units = capability >= FP8_UNITS
     return {
         "device": torch.cuda.get_device_name(0),
-        "emulated": (major, minor) < (8, 9),  # the first with FP8 units
-        "compute_capability": f"{major}.{minor}",
+        "emulated": not units,
+        "kernels": ScaledMm.name if units else None,
+        "compute_capability": "{}.{}".format(*capability),
+        **beside,
     }
+
+
+def as_one(places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what several stacks were run on, which as a rule is one place.
+
+    Workers may differ: then it is the first place that emulates, and `also` names the
+    others.
+    """
+    distinct = [p for i, p in enumerate(places) if p not in places[:i]]
+    first = next((p for p in distinct if p["emulated"]), distinct[0])
+    also = [f"{p['device']}, {p['processor']}" for p in distinct if p is not first]
+    return {**first, "also": also}
+
+
+def executed_as(place: Mapping[str, Any]) -> str:
+    """Say what the figures of quality rest on."""
+    if place["emulated"]:
+        return (
+            "Formats are emulated on a CPU: products of codes accumulated in fp32, scaled, "
+            "rounded once. A GPU's own accumulation order may differ in the last bit."
+        )
+    return (
+        f"FP8 matrices of the validated stacks were multiplied by {place['device']} "
+        f"({place['kernels']}); attention, activations and every other format, and the "
+        "sweep that predicts, are emulated on a CPU."
+    )
 
 
 Op = Callable[[], object]
 REPEATS = 11
+FP8_UNITS = (8, 9)  # the first compute capability that has them
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
 from optimizer.hybrid import doubtful, settled
 from optimizer.kernels import Tables
+from optimizer.on_device import as_one
 from optimizer.one_pass import casts_of_pass, generates, of_pass
 from optimizer.pieces import Memory, Pieces
 from optimizer.plan import Answer, Front
@@ -183,6 +184,7 @@ def _run(
         rounding=rounding,
         experts=work.experts(),
         evidence=work.evidence(answer.stack),
+        executed=as_one(work.places),
     )
 
 

@@ -17,6 +17,7 @@ from optimizer.batches import batches, heads, layers, together
 from optimizer.execute import Amaxes, Reference, WeightCodes
 from optimizer.metrics import bootstrap_interval, kl_and_log_sums, perplexity
 from optimizer.model import LoadedModel
+from optimizer.on_device import executor
 from optimizer.overflow import Noting
 from optimizer.quantize import check_finite
 from optimizer.stack import Stack
@@ -151,21 +152,21 @@ def run_stack(
     weights: WeightCodes,
     progress: Told = silent,
 ) -> TokenValues:
-    """Run a stack over the held-out sequences."""
+    """Run a stack over the held-out sequences, on FP8 units where this process has some."""
     groups = batches(truth.sequences)
     every = [together(truth.sequences, numbers) for numbers in groups]
-    executor, beyond = Noting(stack, amaxes, weights), [_Beyond(ids) for ids in every]
+    run, beyond = executor(stack, amaxes, weights), [_Beyond(ids) for ids in every]
 
     def after(stage: int, batch: int, out: Tensor) -> None:
-        beyond[batch].take(executor)
+        beyond[batch].take(run)
 
     found = []
-    states = layers(model, every, executor, after, progress)
+    states = layers(model, every, run, after, progress)
     with torch.no_grad():
         for batch, (numbers, hidden) in enumerate(zip(groups, states, strict=True)):
-            logits = heads(model, every[batch], hidden, executor)
+            logits = heads(model, every[batch], hidden, run)
             for row, (index, mine) in enumerate(zip(numbers, logits, strict=True)):
-                beyond[batch].take(executor, slice(row, row + 1))
+                beyond[batch].take(run, slice(row, row + 1))
                 found.append(_compared(truth, index, mine))
     kl, nll, agree = (np.concatenate(v) for v in zip(*found, strict=True))
     counts = np.array([some.count for some in beyond], np.float64)

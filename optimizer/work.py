@@ -33,6 +33,7 @@ from optimizer.evidence import (
 from optimizer.exact import exact
 from optimizer.execute import Amaxes
 from optimizer.experts import ExpertCounts, ExpertTokens, counting
+from optimizer.on_device import executed_on
 from optimizer.opened import Opened
 from optimizer.pieces import Piece, Pieces, Result, key_of
 from optimizer.quantize import BLOCK
@@ -71,6 +72,7 @@ class Work(Opened):
     memory_bytes: int | None = None  # for the weights; None: a share of what is free
     on_layer: Callable[[int], None] = lambda layer: None
     calibration: list[Result] = field(init=False, default_factory=list)
+    places: list[Result] = field(init=False, default_factory=list)  # that ran stacks
     inside: Told = field(
         init=False, default_factory=lambda: silent
     )  # hears from within a piece
@@ -149,8 +151,9 @@ class Work(Opened):
 
     def validated(self, stacks: Sequence[Stack]) -> list[TokenValues]:
         """Run whole stacks over the held-out data."""
-        pieces = [self._stack_piece(stack) for stack in stacks]
-        return [token_values(result) for result in self._run(pieces)]
+        found = self._run([self._stack_piece(stack) for stack in stacks])
+        self.places += [result["executed_on"] for result in found]
+        return [token_values(result) for result in found]
 
     def compensated(self, stack: Stack) -> tuple[TokenValues, Gain]:
         """Run a stack whose FP8 weights are compensated, and its static scales fitted."""
@@ -158,6 +161,7 @@ class Work(Opened):
         calibration = _digest(self.tokens.calibration.sequences)
         key = key_of("compensated", plain.key, calibration)
         (found,) = self._run([Piece("compensated", key, plain.payload)])
+        self.places.append(found["executed_on"])
         return token_values(found), Gain(**found["gain"])
 
     def front(self, asked: kept_front.Question) -> kept_front.Answer:
@@ -262,7 +266,9 @@ class Work(Opened):
     def _stack_piece(self, stack: Stack) -> Piece:
         choices = {str(s): str(c) for s, c in sorted(stack.choices.items())}
         calibration = _digest(self.tokens.calibration.sequences)
-        key = key_of("validate", *self._held_out(), calibration, choices)
+        here = executed_on()  # a device's own sums are no emulation's
+        where = "" if here["emulated"] else here["device"]
+        key = key_of("validate", *self._held_out(), calibration, choices, where)
         return Piece("validate", key, {"stack": stack.to_json()})
 
     # Computing one
@@ -378,12 +384,13 @@ class Work(Opened):
             self.model, sequences, stack, self.inside, self.spec.seed, largest
         )
         values = run_stack(self.model, truth, stack, fitted, weights, self.inside)
-        return {**texts(values), "gain": asdict(gain)}
+        gained = {"gain": asdict(gain), "executed_on": executed_on()}
+        return {**texts(values), **gained}
 
     def _validate(self, stack: Stack) -> Result:
         truth, largest = self.truth, self.amaxes()
         values = run_stack(self.model, truth, stack, largest, self.weights, self.inside)
-        return texts(values)
+        return {**texts(values), "executed_on": executed_on()}
 
     def _candidates(self, families: Sequence[str]) -> dict[Site, list[Choice]]:
         """Return every choice of some families, whatever the hardware runs of them."""

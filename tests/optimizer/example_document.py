@@ -242,6 +242,9 @@ def example_document(layers: int = 30) -> dict[str, Any]:
         "executed_on": {
             "device": "cpu",
             "emulated": True,
+            "kernels": None,
+            "processor": "AMD EPYC 9B45",
+            "also": [],
             "matmul": "fp32",
             "torch": "2.13.0",
             "threads": 2,

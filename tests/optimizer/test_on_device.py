@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -6,15 +7,20 @@ import torch
 
 from optimizer.calibrate import amaxes, calibrate
 from optimizer.errors import HardwareError
-from optimizer.execute import WeightCodes
+from optimizer.execute import Reference, WeightCodes
 from optimizer.on_device import (
     REPEATS,
+    OnDevice,
     ScaledMm,
     TransformerEngine,
+    as_one,
     compare,
+    executed_as,
     executed_on,
+    executor,
     graph_seconds,
 )
+from optimizer.overflow import Noting
 from optimizer.stack import LINEAR, Stack, choice_named
 from optimizer.te import recipes
 from tests.optimizer import tiny
@@ -166,20 +172,88 @@ def test_there_are_no_graphs_without_a_device() -> None:
         graph_seconds([], Cuda(there=False))
 
 
-def test_what_fp8_runs_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert executed_on() == {"device": "cpu", "emulated": True}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "some GPU")
-    for capability, emulated in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """A process that says that it has a GPU of some compute capability."""
+
+    def of(*capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "some GPU")
         monkeypatch.setattr(
-            torch.cuda, "get_device_capability", lambda index, c=capability: c
+            torch.cuda, "get_device_capability", lambda index: capability
         )
-        assert executed_on() == {
-            "device": "some GPU",
-            "emulated": emulated,
-            "compute_capability": f"{capability[0]}.{capability[1]}",
-        }
+
+    return of
+
+
+def test_without_a_gpu_the_processor_emulates() -> None:
+    said = executed_on()
+    assert said["processor"]
+    assert said["torch"] == torch.__version__
+    assert {k: said[k] for k in ("device", "emulated", "kernels")} == {
+        "device": "cpu",
+        "emulated": True,
+        "kernels": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels"),
+    [((8, 0), None), ((8, 9), "torch._scaled_mm"), ((9, 0), "torch._scaled_mm")],
+)
+def test_fp8_units_are_used_where_a_gpu_has_them(
+    gpu: Callable[..., None], capability: tuple[int, int], kernels: str | None
+) -> None:
+    gpu(*capability)
+    said = executed_on()
+    assert said["device"] == "some GPU"
+    assert said["emulated"] is (kernels is None)
+    assert said["kernels"] == kernels
+    assert said["compute_capability"] == f"{capability[0]}.{capability[1]}"
+    run = executor(Stack(), {}, WeightCodes(tiny.loaded()))
+    assert isinstance(run, OnDevice) is (kernels is not None)
+
+
+def test_a_stack_that_the_operator_runs_is_what_the_emulation_says() -> None:
+    # The operator runs on CPUs as well: this is the road that a GPU takes.
+    model, ids = tiny.loaded("Qwen2ForCausalLM"), tiny.ids(12)
+    largest, weights = amaxes(calibrate(model, [ids])), WeightCodes(model)
+    stack = narrow(model, "fp8_e4m3_token")
+    emulated = Noting(stack, largest, weights)
+    run = OnDevice(stack, largest, weights, ScaledMm(largest, weights, CPU))
+    with torch.no_grad():
+        exact, wanted, found = (
+            model.forward(ids, r) for r in (Reference(), emulated, run)
+        )
+    assert not torch.equal(found, wanted)  # another order of sums
+    errors = [float((y - exact).norm()) for y in (wanted, found)]
+    assert errors[1] == pytest.approx(errors[0], rel=0.1)
+
+
+def test_on_a_device_tokens_beyond_fp8_are_noted_as_in_the_emulation() -> None:
+    model, ids = tiny.loaded(), tiny.ids(12)
+    weights = WeightCodes(model)
+    largest = {k: 0.2 * v for k, v in amaxes(calibrate(model, [ids])).items()}
+    stack = narrow(model, "fp8_e4m3")
+    emulated = Noting(stack, largest, weights)
+    run = OnDevice(stack, largest, weights, ScaledMm(largest, weights, CPU))
+    with torch.no_grad():
+        for each in (emulated, run):
+            model.forward(ids, each)
+    assert run.overflowed > 0
+    assert abs(run.overflowed - emulated.overflowed) <= 1
+
+
+def test_stacks_that_ran_in_several_places_name_them_all() -> None:
+    here = executed_on()
+    there = {**here, "device": "some GPU", "emulated": False}
+    assert as_one([here, here]) == {**here, "also": []}
+    assert as_one([there, here, there]) == {
+        **here,
+        "also": [f"some GPU, {here['processor']}"],
+    }
+    assert "some GPU (" in executed_as({**there, "kernels": "torch._scaled_mm"})
+    assert "emulated on a CPU" in executed_as(here)
 
 
 def test_a_difference_from_nothing_is_infinite() -> None:

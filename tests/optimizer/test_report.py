@@ -34,6 +34,23 @@ def test_the_verdict_is_the_documents_own_sentence(
     assert "Emulated." in page.text["verdict"]
 
 
+def test_what_the_numerics_ran_on_is_said_in_a_line() -> None:
+    emulated = Page(render_html(example_document())).text
+    assert "cpu (AMD EPYC 9B45), emulated, fp32 matmuls" in emulated["provenance"]
+    document = example_document()
+    document["executed_on"] |= {
+        "device": "NVIDIA H100",
+        "emulated": False,
+        "kernels": "torch._scaled_mm",
+        "also": ["NVIDIA L4, some processor"],
+    }
+    real = Page(render_html(document)).text
+    said = "multiplied by NVIDIA H100 (torch._scaled_mm); every other format"
+    assert said in real["verdict"]
+    said = "NVIDIA H100, run on the device by torch._scaled_mm, beside NVIDIA L4"
+    assert said in real["provenance"]
+
+
 def test_sections_come_in_the_order_in_which_a_reviewer_asks(html: str) -> None:
     order = "asked verdict stack front validation heat reasons sensitivity latency limits coverage provenance"
     assert re.findall(r'<section id="(\w+)"', html) == order.split()
