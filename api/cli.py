@@ -105,6 +105,9 @@ def optimize(
     batch_size: Annotated[int | None, typer.Option(min=1)] = None,
     prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Devices that share every layer.")
+    ] = None,
     rounding: Annotated[
         str | None,
         typer.Option(help="Of FP8 weights: nearest, or compensated (GPTQ, slower)."),
@@ -120,6 +123,7 @@ def optimize(
         "batch_size": batch_size,
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
+        "tensor_parallel": tensor_parallel,
     }
     with connect(url, key, data_dir) as client:
         ask = Ask(

@@ -18,6 +18,7 @@ from api.errors import Invalid
 from api.routes import Caller
 from api.schemas import (
     Body,
+    Devices,
     ModelRef,
     OptimizeRequest,
     Tokens,
@@ -33,17 +34,12 @@ if TYPE_CHECKING:  # the API starts without numpy
     from optimizer.estimate import Estimate
     from optimizer.training import Training
 
-MAX_CONFIG_BYTES = 1 << 20
-
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["estimate"])
-
-Devices = Annotated[int, Field(ge=1, le=64)]
 
 
 class EstimateWorkload(WorkloadBody):
-    """How the model will be served, over how many devices, with CUDA graphs or not."""
+    """How the model will be served, with CUDA graphs or not."""
 
-    tensor_parallel: Devices | None = None
     cuda_graphs: bool | None = None
 
 
@@ -83,6 +79,7 @@ def estimate(body: EstimateRequest, caller: Caller) -> dict[str, Any]:
                 list(DEVICES),
             )
         name, source, shape = model_of(session, caller.tenant_id, body.model)
+    resolve.require_split(shape, named)
     how = _training(body.training) if body.training else None
     found = _estimate(named, shape, body)
     _refuse_beyond(found)
@@ -113,9 +110,7 @@ def _estimate(
             )
         )
     except HardwareError as error:
-        alone = named.workload.tensor_parallel == 1  # else there is no link
-        pointer = "/hardware" if alone else "/workload/tensor_parallel"
-        raise Invalid(pointer, str(error), error.code) from None
+        raise Invalid("/hardware", str(error), error.code) from None
 
 
 # -- models --------------------------------------------------------------------
@@ -149,7 +144,9 @@ def _shape_at(folder: Path, pointer: str, stored_bytes: int) -> ModelShape:
     from optimizer.folder import read_json
 
     try:
-        config: Mapping[str, Any] = read_json(folder, "config.json", MAX_CONFIG_BYTES)
+        config: Mapping[str, Any] = read_json(
+            folder, "config.json", resolve.MAX_CONFIG_BYTES
+        )
         return shape_of(config, stored_bytes)
     except ModelError as error:
         raise Invalid(pointer, f"{folder.name}: {error}", error.code) from None

@@ -22,8 +22,14 @@ def estimate(
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt.")
     ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="GPUs that share every layer.")
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel",
+            "--devices",
+            min=1,
+            help="Devices that share every layer.",
+        ),
     ] = None,
     train: Annotated[
         str | None, typer.Option(help="pretraining, lora, alignment, …: and training.")
@@ -37,7 +43,7 @@ def estimate(
     workload = {
         "batch_size": batch,
         "prompt_tokens": context,
-        "tensor_parallel": devices,
+        "tensor_parallel": tensor_parallel,
     }
     folder = Path(model).expanduser()
     said: dict[str, Any] = {

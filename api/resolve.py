@@ -10,7 +10,7 @@ from api import catalog
 from api.errors import Invalid
 from api.schemas import DataRef, ModelRef, OptimizeRequest, WorkloadBody
 from optimizer.abilities import FORMATS, unusable
-from optimizer.errors import HardwareError
+from optimizer.errors import HardwareError, ModelError
 from optimizer.hardware import DEVICES, LOCAL, closest, device
 from optimizer.spec import (
     ENGINES,
@@ -22,6 +22,9 @@ from optimizer.spec import (
     OptimizeSpec,
     Workload,
 )
+from optimizer.stack import ModelShape
+
+MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
     model = _model(session, tenant_id, request.model)  # last: it may read files
     data = request.data_distribution
     catalog.require_sequences(model, data.sequence_tokens, "/data_distribution")
+    _require_split_of(model, named)
     return OptimizeSpec(
         model=model.name,
         model_path=str(model.path),
@@ -150,6 +154,33 @@ def _require_some(formats: Sequence[str], hardware: str, engine: str) -> None:
 
 def _workload(body: WorkloadBody, task: str) -> Workload:
     return replace(WORKLOADS[task], **body.model_dump(exclude_none=True))
+
+
+def _require_split_of(model: catalog.Weights, named: Named) -> None:
+    """Do as `require_split` by the model's config, as far as it says its sizes."""
+    from optimizer.configs import shape_of
+    from optimizer.folder import read_json
+
+    if named.workload.tensor_parallel == 1:
+        return
+    try:
+        shape = shape_of(read_json(model.path, "config.json", MAX_CONFIG_BYTES))
+    except ModelError:
+        return  # the worker reads the network itself, and refuses by the same rule
+    require_split(shape, named)
+
+
+def require_split(shape: ModelShape, named: Named) -> None:
+    """Raise Invalid where devices do not serve a model together."""
+    ways = named.workload.tensor_parallel
+    if ways == 1:
+        return
+    from optimizer.parallel import ALONE, refusal  # loads the kernel tables
+
+    local = named.hardware == LOCAL
+    no = ALONE if local else refusal(shape, device(named.hardware), ways)
+    if no is not None:
+        raise Invalid("/workload/tensor_parallel", no, "unsupported_hardware")
 
 
 def _data(session: Session, tenant_id: str, ref: DataRef) -> tuple[str, str | None]:

@@ -26,6 +26,7 @@ Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 FolderPath = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 SlaSeconds = Annotated[float, Field(gt=0, le=MAX_SLA_S, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Devices = Annotated[int, Field(ge=1, le=64)]
 DataTokens = Annotated[int, Field(ge=64, le=262_144)]
 
 
@@ -79,11 +80,15 @@ class TaskRef(Body):
 
 
 class WorkloadBody(Body):
-    """How the model will be served. What is left out follows from the task."""
+    """How the model will be served. What is left out follows from the task.
+
+    `tensor_parallel` devices share every layer; times are of all of them together.
+    """
 
     batch_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     prompt_tokens: Tokens | None = None
     output_tokens: Tokens | None = None
+    tensor_parallel: Devices | None = None
 
 
 class DataRef(Body):

@@ -20,6 +20,7 @@ from optimizer.document_sites import added_kl_nats, components, layers, site_row
 from optimizer.evidence import Evidence
 from optimizer.experts import ExpertTokens, rare
 from optimizer.hardware import Device
+from optimizer.ledger import kinds, served
 from optimizer.local_run import Measured
 from optimizer.model import LoadedModel
 from optimizer.on_device import executed_as
@@ -150,7 +151,8 @@ def _sentence(run: Run) -> str:
         run.validation.stacks[label].kl_nats.value
         for label in (run.verdict.label, base_label)
     )
-    name = run.device.name
+    ways = run.spec.workload.tensor_parallel
+    name = run.device.name if ways == 1 else f"{ways} × {run.device.name}"
     start = {
         "sla_met": f"On {name} the chosen stack is within the targets: it",
         "sla_not_met": f"No stack is within the targets on {name}: the nearest",
@@ -212,9 +214,20 @@ def _hardware(run: Run) -> dict[str, Any]:
         "arch": run.device.arch,
         "basis": run.basis,
         **latency(run.device, run.basis, _costs(run)),
-        "memory_bytes": run.device.memory_bytes,
+        "memory_bytes": run.device.memory_bytes,  # of each device
+        "devices": run.spec.workload.tensor_parallel,
+        "per_device": _per_device(run),
         "notes": list(run.device.notes),
     }
+
+
+def _per_device(run: Run) -> dict[str, int]:
+    """Return what the chosen stack takes of one device: the ledger's rows."""
+    shape, workload = run.model.shape, run.spec.workload
+    alike = kinds(shape, run.stacks[run.verdict.label])
+    ledger = served(shape, alike, workload.tensor_parallel).ledger(workload)
+    rows = {f"{entry.name}_bytes": entry.bytes for entry in ledger.entries}
+    return {**rows, "total_bytes": ledger.total_bytes}
 
 
 def _costs(run: Run) -> list[SiteCost]:
@@ -331,6 +344,12 @@ def _limits(run: Run) -> list[str]:
             "position. There is no perplexity: no token is predicted from those before "
             "it, and a pseudo-perplexity would take a pass for each masked token."
         )
+    ways = spec.workload.tensor_parallel
+    if ways > 1:
+        said.append(
+            f"{ways} devices share every layer: times are of one device's part and of "
+            f"what they exchange, weights and memory of a stack those of all {ways}."
+        )
     if run.basis == "modelled":
         said.append(
             "Latency is put together from kernels that others measured and, where there "
@@ -393,6 +412,8 @@ def _reproduce(spec: OptimizeSpec) -> str:
     if spec.latency_sla.per_token_s is not None:
         words += ["--sla", f"{spec.latency_sla.per_token_s:g}"]
     words += ["--task", spec.task, "--data", spec.data_distribution]
+    if spec.workload.tensor_parallel > 1:
+        words += ["--tensor-parallel", str(spec.workload.tensor_parallel)]
     if spec.rounding != "nearest":
         words += ["--rounding", spec.rounding]
     return " ".join(words)

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optimizer import casts, document, local_prices, local_run, plan, profiled
+from optimizer import casts, document, local_prices, local_run, parallel, plan, profiled
 from optimizer.casts import Casts
 from optimizer.checkpoint import inspect
 from optimizer.choose import Chooser, CostOf, allowed, candidates, modelled, tabulate
 from optimizer.contrast import Contrast
 from optimizer.document import Rounding, Run, Verdict
+from optimizer.errors import HardwareError
 from optimizer.execute import Amaxes
 from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
@@ -103,6 +104,7 @@ def optimize(
     table = tabulate(shape, verdicts, losses, cost_of)
     alike = ONE_SWITCH.get(spec.engine, frozenset())
     limit = spec.max_memory_bytes or int(HEADROOM * target.memory_bytes)
+    limit *= spec.workload.tensor_parallel  # bytes of a stack are of all devices
     chooser = Chooser(shape, table, limit, pairs, alike=alike, searched=work.front)
     doubts = doubtful(chooser.front(plan.COARSE), losses)
     if doubts:
@@ -208,17 +210,27 @@ def _target(
     profile: Tables | None,
 ) -> tuple[Device, str, CostOf, Casts]:
     """Return the device, the basis of its latencies, and what sites and casts cost."""
+    ways = spec.workload.tensor_parallel
     if spec.hardware != LOCAL:
         target = device(spec.hardware)
+        _require_split(shape, target, ways)
         pairs = casts.modelled(shape, target, spec.workload)
         if profile is None:
             return target, "modelled", modelled(shape, target, spec.workload), pairs
         costs = profiled.preferring(profile, shape, target, spec.workload)
         covered = profiled.covers(costs, shape)
         return target, "measured" if covered else "modelled", costs, pairs
+    if ways > 1:
+        raise HardwareError(parallel.ALONE)
     folder = Path(spec.model_path)
     target, costs, pairs = local_prices.target(folder, shape, spec.workload, told)
     return target, "measured", costs, pairs
+
+
+def _require_split(shape: ModelShape, target: Device, ways: int) -> None:
+    no = parallel.refusal(shape, target, ways)
+    if no is not None:
+        raise HardwareError(no)
 
 
 def _overflowing(largest: Amaxes) -> dict[Site, float]:

@@ -144,7 +144,7 @@ def test_no_wait_prints_the_id_alone(site: Path, precision: Run) -> None:
 def test_the_options_become_the_request(site: Path, precision: Run) -> None:
     options = ("--sla", "20ms", "--first-token", "0.3", "--task", "code")
     sizes = ("--batch-size", "4", "--prompt-tokens", "9", "--output-tokens", "8")
-    more = ("--data", "math", "--rounding", "compensated")
+    more = ("--data", "math", "--rounding", "compensated", "--tensor-parallel", "2")
     _, out, _ = precision(*ASK, *options, *sizes, *more, "--json")
     request = json.loads(out)["request"]
     target = {"per_token_s": 0.02, "first_token_s": 0.3, "percentile": 0.5}
@@ -153,7 +153,7 @@ def test_the_options_become_the_request(site: Path, precision: Run) -> None:
         "batch_size": 4,
         "prompt_tokens": 9,
         "output_tokens": 8,
-        "tensor_parallel": 1,
+        "tensor_parallel": 2,
         "cuda_graphs": True,
     }
     assert (request["task"], request["data_distribution"]) == ("code", "math")

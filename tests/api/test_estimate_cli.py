@@ -63,7 +63,7 @@ def test_the_answer_fits_a_terminal(precision: Run) -> None:
 
 
 def test_json_is_the_services_own(precision: Run) -> None:
-    asked = ("--batch", "8", "--context", "1024", "--devices", "2", "--json")
+    asked = ("--batch", "8", "--context", "1024", "--tensor-parallel", "2", "--json")
     code, out, _ = precision("qwen2-7b", "--hardware", "h100", *asked)
     assert code == 0
     load = json.loads(out)["workload"]

@@ -249,7 +249,12 @@ def example_document(layers: int = 30) -> dict[str, Any]:
             "torch": "2.13.0",
             "threads": 2,
         },
-        "workload": {"batch_size": 1, "prompt_tokens": 512, "output_tokens": 128},
+        "workload": {
+            "batch_size": 1,
+            "prompt_tokens": 512,
+            "output_tokens": 128,
+            "tensor_parallel": 1,
+        },
         "precision_stack": {c["component"]: c["choice"] for c in components},
         "components": components,
         "layers": [
@@ -356,5 +361,12 @@ HARDWARE = {
     "origin": "aiconfigurator-core 0.12.0",
     "expected_error": 0.03,
     "memory_bytes": 80_000_000_000,
+    "devices": 1,
+    "per_device": {
+        "weights_bytes": 196_000_000,
+        "kv_cache_bytes": 15_000_000,
+        "activations_bytes": 9_000_000,
+        "total_bytes": 220_000_000,
+    },
     "notes": ["Dense peaks of the data sheet; real kernels reach less."],
 }
