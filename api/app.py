@@ -20,6 +20,7 @@ from api import (
     health,
     listings,
     problems,
+    results,
     routes,
 )
 from api.metrics import Metrics, service_version
@@ -60,7 +61,7 @@ def create_app() -> FastAPI:
     limits["/v1/datasets/"] = settings().max_dataset_bytes
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(Envelope, metrics=app.state.metrics)  # the last is outermost
-    for part in (routes, estimate, hardware, formats, listings, health):
+    for part in (routes, results, estimate, hardware, formats, listings, health):
         app.include_router(part.router)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app

@@ -4,6 +4,7 @@
   * MalformedJson         400  malformed_json
   * BadCursor             400  bad_cursor
   * Unauthenticated       401  unauthenticated
+  * InsufficientScope     403  insufficient_scope
   * NotFound              404  not_found
   * NotAcceptable         406  not_acceptable
   * NotFinal              409  not_final
@@ -12,6 +13,7 @@
   * Gone                  410  artifact_expired
   * BodyTooLarge          413  body_too_large
   * UnsupportedMediaType  415  unsupported_media_type
+  * RangeNotSatisfiable   416  range_not_satisfiable
   * Invalid               422  validation_error, or what the field is about
   * Unavailable           503  overloaded
 """
@@ -70,6 +72,19 @@ class Unauthenticated(APIError):
             "send a valid API key as 'Authorization: Bearer po_live_…'; "
             "'precision keys create' makes one",
             headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+class InsufficientScope(APIError):
+    """The key is good, but not for this."""
+
+    status = 403
+    code = "insufficient_scope"
+    title = "The key may not do this"
+
+    def __init__(self, required: str) -> None:
+        super().__init__(
+            f"this needs a key with the scope {required}", required_scope=required
         )
 
 
@@ -144,6 +159,21 @@ class UnsupportedMediaType(APIError):
     title = "Unsupported media type"
 
 
+class RangeNotSatisfiable(APIError):
+    """The file ends before the range begins."""
+
+    status = 416
+    code = "range_not_satisfiable"
+    title = "Range not satisfiable"
+
+    def __init__(self, total_bytes: int) -> None:
+        super().__init__(
+            f"the file has {total_bytes} bytes",
+            headers={"Content-Range": f"bytes */{total_bytes}"},
+            total_bytes=total_bytes,
+        )
+
+
 class Invalid(APIError):
     """One field is wrong; `pointer` says which."""
 
@@ -162,6 +192,21 @@ class Invalid(APIError):
             field["known"] = list(known)
         super().__init__(detail, errors=[field])
         self.code = code
+
+
+class InvalidParameter(Invalid):
+    """A query parameter or a header is wrong; `parameter` says which."""
+
+    def __init__(
+        self,
+        parameter: str,
+        detail: str,
+        code: str = "validation_error",
+        known: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__("", detail, code, known)
+        self.errors[0].pop("pointer")
+        self.errors[0] = {"parameter": parameter[:200], **self.errors[0]}
 
 
 class Unavailable(APIError):

@@ -376,5 +376,7 @@ def _published(claim: Claim, stored: Stored, at: datetime) -> Artifact:
         sha256=stored.sha256,
         bytes=stored.bytes,
         media_type=stored.media_type,
+        kind=stored.kind,
         created_at=at,
+        expires_at=at + timedelta(seconds=settings().artifacts_kept_s),
     )

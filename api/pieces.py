@@ -14,7 +14,6 @@ Callers commit (`db.transaction`), and time is the database's.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, update
@@ -60,7 +59,7 @@ def keep(session: Session, tenant_id: str, piece: Piece, text: str) -> None:
     """Keep a result. Where the key has one, that one stays: it is the same."""
     at, count = now(session), len(text.encode())
     if count > INLINE_BYTES:
-        storage.write(_path(tenant_id, piece.key), text.encode())
+        storage.store().write(_place(tenant_id, piece.key), text.encode())
     row = {
         "tenant_id": tenant_id,
         "key": piece.key,
@@ -85,17 +84,17 @@ def _touch(session: Session, wanted: ColumnElement[bool]) -> None:
     )
 
 
-def _path(tenant_id: str, key: str) -> Path:
-    """Return the file of a long result. Raises ValueError if `key` is a path."""
+def _place(tenant_id: str, key: str) -> str:
+    """Return where a long result lies. Raises ValueError if `key` leads elsewhere."""
     if not storage.NAME.fullmatch(key):
         raise ValueError(f"not a key: {key!r}")
-    return settings().data_dir / "results" / tenant_id / key[:2] / f"{key}.json"
+    return f"results/{tenant_id}/{key[:2]}/{key}.json"
 
 
 def _text(tenant_id: str, key: str) -> str | None:
     """Return a long result. None: its file is gone, so it is to be computed again."""
     try:
-        return _path(tenant_id, key).read_text()
+        return storage.store().read(_place(tenant_id, key)).decode()
     except FileNotFoundError:
         return None
 
@@ -306,7 +305,7 @@ def evict(session: Session) -> None:
             break
         excess -= row.bytes
         if row.text is None:
-            _path(row.tenant_id, row.key).unlink(missing_ok=True)
+            storage.store().remove(_place(row.tenant_id, row.key))
         session.delete(row)
     session.flush()
 

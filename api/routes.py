@@ -1,43 +1,19 @@
 """The endpoints of jobs. Each is a few lines: translate, call, translate back."""
 
-import json
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response, Security
-from fastapi.responses import FileResponse
-from fastapi.security import HTTPBearer
-from sqlalchemy.orm import Session
+from fastapi import APIRouter, Header, Query, Request, Response
 
-from api import auth, db, events, jobs, queue, resolve, storage, views
+from api import db, events, jobs, queue, resolve, views
 from api.accept import preferred
-from api.errors import Gone, InvalidState, NotFinal, NotFound
-from api.models import FINAL, Artifact, Job, Status
+from api.access import DB, Caller
+from api.models import FINAL, Status
 from api.schemas import OptimizeRequest
 from api.strict import StrictRoute
 
-# The report is made from names that customers chose: nothing in it may run.
-HTML_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-SAFE = {"Content-Security-Policy": HTML_POLICY, "Cache-Control": "private, no-cache"}
 MAX_SEQ = 2**31 - 1
 
-_bearer = HTTPBearer(auto_error=False, scheme_name="api_key", bearerFormat="po_live_…")
-
-
-def authenticate(request: Request, _: Annotated[Any, Security(_bearer)]) -> auth.Caller:
-    """FastAPI dependency: who is calling. Raises Unauthenticated."""
-    header = request.headers.get("authorization")
-    with db.reading() as session:
-        caller = auth.verify(session, header)
-    if caller.stale:
-        with db.transaction() as session:
-            auth.touch(session, caller)
-    return caller
-
-
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["jobs"])
-DB = Annotated[Session, Depends(db.get_session, scope="function")]
-Caller = Annotated[auth.Caller, Depends(authenticate)]
 
 
 @router.post("/optimize", status_code=202)
@@ -126,103 +102,3 @@ def list_events(
         "has_more": more,
         "next_cursor": next_cursor,
     }
-
-
-# -- results -------------------------------------------------------------------
-
-
-@router.get(
-    "/jobs/{job_id}/report",
-    response_class=FileResponse,
-    responses={200: {"content": {"application/json": {}, "text/html": {}}}},
-)
-def get_report(
-    job_id: str,
-    caller: Caller,
-    session: DB,
-    format: Literal["json", "html"] | None = None,
-    accept: Annotated[str | None, Header()] = None,
-) -> FileResponse:
-    """Return the report, for machines (JSON) or for people (HTML)."""
-    _succeeded(session, caller, job_id)
-    if format is None:
-        wanted = preferred(accept, ("application/json", "text/html"))
-        format = "html" if wanted == "text/html" else "json"
-    file, _ = _file(session, caller, job_id, f"report.{format}")
-    file.headers["Vary"] = "Accept"
-    return file
-
-
-@router.get("/jobs/{job_id}/stack")
-def get_stack(job_id: str, caller: Caller, session: DB) -> dict[str, Any]:
-    """Return the chosen stack by component, by layer and by site."""
-    return views.stack(job_id, _report(session, caller, job_id))
-
-
-@router.get("/jobs/{job_id}/front")
-def get_front(job_id: str, caller: Caller, session: DB) -> dict[str, Any]:
-    """Return the Pareto front, each point with its whole stack."""
-    return views.front(job_id, _report(session, caller, job_id))
-
-
-@router.get("/jobs/{job_id}/artifacts")
-def list_artifacts(job_id: str, caller: Caller, session: DB) -> dict[str, Any]:
-    """List the files that the job left."""
-    rows = jobs.artifacts(session, caller.tenant_id, job_id)
-    return views.whole_list([views.artifact(row) for row in rows])
-
-
-@router.head("/jobs/{job_id}/artifacts/{name}", include_in_schema=False)
-@router.get("/jobs/{job_id}/artifacts/{name}", response_class=FileResponse)
-def get_artifact(
-    job_id: str,
-    name: str,
-    caller: Caller,
-    session: DB,
-    if_none_match: Annotated[str | None, Header()] = None,
-) -> Response:
-    """Download a file. Its ETag is the sha256; ranges are served."""
-    file, artifact = _file(session, caller, job_id, name)
-    file.headers["Content-Disposition"] = f'attachment; filename="{artifact.name}"'
-    etag = file.headers["etag"]
-    if if_none_match and etag in [tag.strip() for tag in if_none_match.split(",")]:
-        return Response(status_code=304, headers={"ETag": etag})
-    return file
-
-
-def _succeeded(session: Session, caller: auth.Caller, job_id: str) -> Job:
-    job = jobs.get(session, caller.tenant_id, job_id)
-    if job.status not in FINAL:
-        raise NotFinal(f"the job is {job.status}", current_status=job.status)
-    if job.status is not Status.SUCCEEDED:
-        detail = f"the job is {job.status}, so it has no result"
-        raise InvalidState(detail, current_status=job.status)
-    return job
-
-
-def _file(
-    session: Session, caller: auth.Caller, job_id: str, name: str
-) -> tuple[FileResponse, Artifact]:
-    artifact, path = _artifact(session, caller, job_id, name)
-    headers = {"ETag": f'"{artifact.sha256}"', **SAFE}
-    return FileResponse(path, media_type=artifact.media_type, headers=headers), artifact
-
-
-def _artifact(
-    session: Session, caller: auth.Caller, job_id: str, name: str
-) -> tuple[Artifact, Path]:
-    rows = jobs.artifacts(session, caller.tenant_id, job_id)
-    artifact = next((row for row in rows if row.name == name), None)
-    if artifact is None:
-        raise NotFound(f"the job has no artifact {name[:64]!r}")
-    path = storage.path(job_id, artifact.attempt, artifact.name)
-    if not path.is_file():
-        raise Gone(f"the bytes of {artifact.name} are no longer stored")
-    return artifact, path
-
-
-def _report(session: Session, caller: auth.Caller, job_id: str) -> dict[str, Any]:
-    _succeeded(session, caller, job_id)
-    _, path = _artifact(session, caller, job_id, "report.json")
-    document: dict[str, Any] = json.loads(path.read_bytes())
-    return document

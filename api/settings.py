@@ -49,6 +49,11 @@ class Settings(BaseSettings):
         default="redis://127.0.0.1:6379/0",
         description="Celery broker: any server that speaks the Redis protocol.",
     )
+    storage_url: str = Field(
+        default="",
+        description="Where artifacts and long results lie, as `s3://bucket/prefix` "
+        "(extra `s3`; the client reads `AWS_…`). Empty: the data folder.",
+    )
     model_roots: Folders = Field(
         default_factory=list,
         description="Folders that models may lie in, separated by `:`. "
@@ -103,6 +108,10 @@ class Settings(BaseSettings):
         default=1024 * MIB,
         description="Results kept for later jobs on the same model and data; beyond "
         "it, those that were not used for longest go.",
+    )
+    artifacts_kept_s: Annotated[float, Field(gt=0, le=3650 * DAY_S)] = Field(
+        default=30 * DAY_S,
+        description="Files of a job are deleted this long after it ended.",
     )
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0, description="CPU threads that a worker computes with. 0: all."

@@ -146,10 +146,14 @@ def artifact(row: Artifact) -> Json:
     """Return what an artifact is and where its bytes are."""
     return {
         "name": row.name,
+        "object": "artifact",
+        "kind": row.kind,
         "bytes": row.bytes,
         "sha256": row.sha256,
         "media_type": row.media_type,
         "created_at": row.created_at,
+        "expires_at": row.expires_at,
+        "purged_at": row.purged_at,
         "links": {"self": f"/v1/jobs/{row.job_id}/artifacts/{row.name}"},
     }
 

@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import URL, create_engine, make_url, text
 
-from api import auth, db, queue, secret, settings
+from api import auth, db, queue, secret, settings, storage
 from api.app import create_app
 
 
@@ -20,6 +20,7 @@ def _forget() -> None:
     settings.settings.cache_clear()
     queue.producer.cache_clear()
     secret.key.cache_clear()
+    storage.store.cache_clear()
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def client(sqlite: Path, bells: list[str], key: str) -> Iterator[TestClient]:
 def key(sqlite: Path) -> str:
     """An API key of the tenant `acme`."""
     with db.transaction() as session:
-        return auth.create_key(session, "acme", "test")
+        return auth.create_key(session, "acme", "test", ["admin"])
 
 
 @pytest.fixture(scope="session")

@@ -189,7 +189,7 @@ def test_artifacts_carry_their_sha256(
 def test_deleted_bytes_are_gone_and_not_a_failure(
     done: str, client: TestClient, refused: Refused
 ) -> None:
-    storage.path(done, 1, "report.json").unlink()
+    storage.store().remove(storage.key(done, 1, "report.json"))
     refused(client.get(f"/v1/jobs/{done}/report"), 410, "artifact_expired")
 
 

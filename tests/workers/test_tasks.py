@@ -104,9 +104,9 @@ def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
         "report.json",
         "stack.json",
     ]
-    stored = storage.path(job_id, 1, "report.json").read_bytes()
+    stored = storage.store().read(storage.key(job_id, 1, "report.json"))
     assert json.loads(stored) == DOCUMENT
-    stack = json.loads(storage.path(job_id, 1, "stack.json").read_bytes())
+    stack = json.loads(storage.store().read(storage.key(job_id, 1, "stack.json")))
     assert stack["stack"] == {s["site"]: s["choice"] for s in DOCUMENT["sites"]}
     assert stack["padding"] == {}
     to = {"n": 50257, "k": 768, "padded_n": 50272, "padded_k": 768}
