@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from api import catalog, db, estimate_views, resolve
 from api.errors import Invalid
-from api.routes import Caller
+from api.access import Caller
 from api.schemas import (
     Body,
     Devices,

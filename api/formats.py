@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
 from api.errors import Invalid, NotFound
-from api.routes import Caller
+from api.access import Caller
 from api.strict import StrictRoute
 from optimizer import bits
 from optimizer.abilities import FORMATS as NAMED

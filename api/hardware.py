@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 
 from api.errors import NotFound
-from api.routes import Caller
+from api.access import Caller
 from api.strict import StrictRoute
 from optimizer import abilities
 from optimizer.abilities import SHAPE_RULES, Answer, Status

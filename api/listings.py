@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api import catalog, db, views
 from api.errors import UnsupportedMediaType
-from api.routes import DB, Caller
+from api.access import DB, Caller
 from api.schemas import NAME_PATTERN, ModelRequest
 from api.settings import settings
 from api.strict import StrictRoute

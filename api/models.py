@@ -36,7 +36,7 @@ class ApiKey(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     name: Mapped[str]
     kind: Mapped[str] = mapped_column(default="personal", server_default="personal")
-    scopes: Mapped[list[Any] | None]  # None: everything, as keys had before scopes
+    scopes: Mapped[list[Any] | None]  # None: all but admin, as before scopes
     version: Mapped[int] = mapped_column(default=1, server_default="1")  # its ETag
     created_at: Mapped[datetime] = mapped_column(default=now)
     expires_at: Mapped[datetime | None]

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import uvicorn
 
-from api import auth, db, settings
+from api import auth, db, scopes, settings
 from api.client import Client
 from api.errors import Unauthenticated
 from api.supervise import Program, Supervisor, rotate, tail
@@ -317,11 +317,12 @@ def _prepare(data_dir: Path) -> str:
         if path.exists():
             key = path.read_text().strip()
             try:
-                auth.verify(session, f"Bearer {key}")
+                auth.grant(session, auth.verify(session, f"Bearer {key}").actor)
                 return key
             except Unauthenticated:
                 pass  # revoked, or of a database that is gone
-        key = auth.create_key(session, TENANT, "made by precision serve")
+        name = "made by precision serve"
+        key = auth.create_key(session, TENANT, name, [scopes.ADMIN])
         _write(path, key + "\n")
     return key
 

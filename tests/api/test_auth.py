@@ -1,5 +1,7 @@
 """Keys: shown once, stored as a hash, refused with the same words."""
 
+import re
+import time
 from datetime import timedelta
 
 import pytest
@@ -25,7 +27,7 @@ def test_a_key_opens_its_tenant_and_is_stored_as_a_hash(key: str) -> None:
             auth.tenant_named(session, "acme").id == caller.tenant_id == row.tenant_id
         )
         assert [(k.kid, tenant) for k, tenant in auth.keys(session)] == [
-            (caller.kid, "acme")
+            (caller.actor, "acme")
         ]
     assert key.startswith(f"po_live_{row.kid}_")
     assert len(key) == len("po_live_") + 8 + 1 + 32 + 1 + 6
@@ -56,7 +58,7 @@ def test_everything_else_is_refused_in_the_same_words(
     client: TestClient, key: str, refused: Refused
 ) -> None:
     assert client.get("/v1/jobs").status_code == 200
-    kid = verify(f"Bearer {key}").kid
+    kid = verify(f"Bearer {key}").actor
     del client.headers["Authorization"]
     seen = set()
     for header in strangers(key):
@@ -88,14 +90,61 @@ def test_junk_is_refused_without_reading_the_database(key: str) -> None:
 
 def test_use_is_noted_once_a_minute(client: TestClient, key: str) -> None:
     client.get("/v1/jobs")
-    caller = verify(f"Bearer {key}")
-    assert not caller.stale
+    with db.reading() as session:
+        assert not auth.prove(session, key).stale
     with db.transaction() as session:
-        row = session.get(ApiKey, caller.kid)
+        row = session.get(ApiKey, auth.key_id(key))
         assert row is not None
         assert row.last_used_at is not None
         row.last_used_at = now() - timedelta(minutes=2)
-    assert verify(f"Bearer {key}").stale
+    with db.reading() as session:
+        assert auth.prove(session, key).stale
+
+
+def test_a_key_that_was_proven_moments_ago_needs_no_database(
+    client: TestClient, key: str
+) -> None:
+    client.get("/v1/formats/bf16")
+    queries: list[str] = []
+    event.listen(db.engine(), "before_cursor_execute", lambda *a: queries.append(a[2]))
+    assert client.get("/v1/formats/bf16").status_code == 200
+    assert queries == []
+
+
+def test_a_key_revoked_elsewhere_stops_within_seconds(
+    client: TestClient, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "KEPT_S", 0.2)
+    client.get("/v1/jobs")
+    with db.transaction() as session:  # as another process does
+        row = session.get(ApiKey, auth.key_id(key))
+        assert row is not None
+        row.revoked_at = now()
+    time.sleep(0.25)
+    assert client.get("/v1/jobs").status_code == 401
+
+
+def test_a_key_expires_to_the_moment_though_it_is_remembered(
+    client: TestClient,
+) -> None:
+    with db.transaction() as session:
+        soon = now() + timedelta(seconds=0.3)
+        short = auth.create_key(session, "acme", "short", expires_at=soon)
+    headers = {"Authorization": f"Bearer {short}"}
+    assert client.get("/v1/jobs", headers=headers).status_code == 200
+    time.sleep(0.3)
+    assert client.get("/v1/jobs", headers=headers).status_code == 401
+
+
+def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "MAX_KEPT", 3)
+    kept = auth.Verified()
+    caller = auth.Caller("ten", "kid", "personal", frozenset())
+    for number in range(5):
+        kept.put(str(number), auth.Proof(caller, None, stale=False))
+    assert [kept.get(str(n)) is not None for n in range(5)] == [False] * 2 + [True] * 3
+    kept.clear()
+    assert kept.get("4") is None
 
 
 def test_revoking_an_unknown_key_says_so(key: str) -> None:
@@ -112,7 +161,7 @@ def test_every_endpoint_under_v1_wants_a_key(
     for path, operations in paths.items():
         for method in operations:
             if path.startswith("/v1/"):
-                url = path.replace("{job_id}", "x").replace("{name}", "x")
+                url = re.sub(r"\{\w+\}", "1", path)
                 refused(client.request(method, url), 401, "unauthenticated")
                 asked += 1
     assert asked >= 16

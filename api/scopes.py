@@ -1,0 +1,67 @@
+"""What a key may do, in words, and which word each operation needs.
+
+A key holds scopes such as `jobs:read`; `jobs:*` stands for both of a noun's, and
+`admin` for everything. The table below is the one place that says what an operation
+needs: `api.access` looks there before every request, and whoever is not in it needs
+`admin`.
+"""
+
+from collections.abc import Iterable
+
+ADMIN = "admin"
+NOUNS = ("jobs", "models", "datasets", "webhooks")
+EVERYDAY = (
+    *(f"{noun}:{verb}" for noun in NOUNS for verb in ("read", "write")),
+    "usage:read",
+)
+KNOWN = (*EVERYDAY, *(f"{noun}:*" for noun in NOUNS), ADMIN)
+
+NEEDED: dict[str, str | None] = {  # None: any valid key
+    "optimize": "jobs:write",
+    "list_jobs": "jobs:read",
+    "get_job": "jobs:read",
+    "cancel_job": "jobs:write",
+    "list_events": "jobs:read",
+    "get_report": "jobs:read",
+    "get_stack": "jobs:read",
+    "get_front": "jobs:read",
+    "list_artifacts": "jobs:read",
+    "get_artifact": "jobs:read",
+    "estimate": "jobs:read",  # it leaves no row
+    "list_hardware": None,
+    "get_hardware": None,
+    "list_formats": None,
+    "get_format": None,
+    "inspect_format": None,
+    "list_models": "models:read",
+    "create_model": "models:write",
+    "list_datasets": "datasets:read",
+    "put_dataset": "datasets:write",
+}
+
+
+def needed(operation: str) -> str | None:
+    """Return the scope that an operation needs. None: any valid key will do."""
+    return NEEDED.get(operation, ADMIN)
+
+
+def expand(words: Iterable[str] | None) -> frozenset[str]:
+    """Return every scope that these words stand for; words of others are left out.
+
+    None stands for all but `admin`: keys that are older than scopes could do no more.
+    """
+    if words is None:
+        return frozenset(EVERYDAY)
+    said = set(words)
+    if ADMIN in said:
+        return frozenset((*EVERYDAY, ADMIN))
+    return frozenset(
+        scope
+        for scope in EVERYDAY
+        if scope in said or f"{scope.partition(':')[0]}:*" in said
+    )
+
+
+def unknown(words: Iterable[str]) -> list[str]:
+    """Return the words that are no scope."""
+    return [word for word in words if word not in KNOWN]

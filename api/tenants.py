@@ -1,0 +1,41 @@
+"""Who owns things. Every query on `tenants` is in this file."""
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.errors import NotFound
+from api.models import Tenant
+
+
+def named(session: Session, name: str) -> Tenant:
+    """Return the tenant, and make it if there is none of this name."""
+    tenant = find(session, name)
+    if tenant is None:
+        tenant = Tenant(name=name)
+        session.add(tenant)
+        session.flush()
+    return tenant
+
+
+def find(session: Session, name: str) -> Tenant | None:
+    """Return the tenant of this name. None: there is none."""
+    return session.scalar(select(Tenant).where(Tenant.name == name))
+
+
+def lock(session: Session, tenant_id: str) -> Tenant:
+    """Return the tenant; who locks the same one waits until this transaction ends."""
+    query = select(Tenant).where(Tenant.id == tenant_id).with_for_update()
+    return session.scalars(query).one()
+
+
+def everyone(session: Session) -> list[Tenant]:
+    """Return all tenants by name."""
+    return list(session.scalars(select(Tenant).order_by(Tenant.name)))
+
+
+def get(session: Session, name: str) -> Tenant:
+    """Return the tenant of this name. Raises NotFound."""
+    tenant = find(session, name)
+    if tenant is None:
+        raise NotFound(f"no tenant {name[:64]}")
+    return tenant
