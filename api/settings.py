@@ -4,11 +4,13 @@ The README's table is made from the descriptions below.
 """
 
 import os
+import re
 from functools import cache
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MIB = 2**20
@@ -21,9 +23,43 @@ def _split(value: object) -> object:
     return [part for part in value.split(os.pathsep) if part]  # "" is not "here"
 
 
+def _split_at_commas(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return [part for part in re.split(r"[\s,]+", value) if part]
+
+
+def _host_or_network(value: str) -> str:
+    if re.fullmatch(r"[a-z0-9.-]*[a-z][a-z0-9.-]*", value):
+        return value
+    try:
+        return str(ip_network(value))
+    except ValueError:
+        raise ValueError(
+            f"{value!r} is no host in lower case, no address and no network"
+        ) from None
+
+
+def _split_at_commas(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return [word for part in value.split(",") if (word := part.strip())]
+
+
 Seconds = Annotated[float, Field(gt=0, le=30 * DAY_S, allow_inf_nan=False)]
 File = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
+Words = Annotated[list[str], NoDecode, BeforeValidator(_split_at_commas)]
 Folders = Annotated[list[Path], NoDecode, BeforeValidator(_split)]
+Hosts = Annotated[
+    list[Annotated[str, AfterValidator(_host_or_network)]],
+    NoDecode,
+    BeforeValidator(_split_at_commas),
+]
+Ports = Annotated[
+    list[Annotated[int, Field(ge=1, le=65535)]],
+    NoDecode,
+    BeforeValidator(_split_at_commas),
+]
 
 
 class Settings(BaseSettings):
@@ -80,10 +116,6 @@ class Settings(BaseSettings):
     sweep_s: Seconds = Field(
         default=5.0, description="How often lost jobs are looked for and queued again."
     )
-    ring_s: Seconds = Field(
-        default=10.0,
-        description="A queued job that nobody took in this time is rung again.",
-    )
     cancel_limit_s: Seconds = Field(
         default=60.0,
         description="A job that is still stopping after this time is cut off.",
@@ -97,6 +129,20 @@ class Settings(BaseSettings):
     )
     max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(
         default=2, description="Workers that a job may lose before it fails."
+    )
+    max_queued: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=20,
+        description="Jobs of one tenant that may wait; one more is answered 429.",
+    )
+    max_running: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=2,
+        description="Jobs of one tenant that may run at a time; others wait.",
+    )
+    hardware_queues: Words = Field(
+        default_factory=list,
+        description="Devices that have workers of their own, separated by commas. "
+        "`celery worker -Q hw.h100` takes the jobs for `h100` alone; the queue "
+        "`celery` has all the rest. A worker without `-Q` takes every job.",
     )
     max_body_bytes: Annotated[int, Field(ge=1024, le=64 * MIB)] = Field(
         default=MIB, description="Largest JSON body of a request."
@@ -121,6 +167,38 @@ class Settings(BaseSettings):
     )
     stream_keepalive_s: Seconds = Field(
         default=15.0, description="A silent event stream says that it lives this often."
+    )
+    public_url: Annotated[str, Field(pattern=r"^(https?://[^/\s?#]+[^\s?#]*)?$")] = (
+        Field(
+            default="",
+            description="Address that people reach the service at; links in webhooks "
+            "start with it.",
+        )
+    )
+    webhook_allow: Hosts = Field(
+        default_factory=list,
+        description="Hosts, addresses and networks (CIDR), separated by commas, that "
+        "webhooks may go to although they are not public; over http and to any port "
+        "as well. Empty: public addresses alone.",
+    )
+    webhook_ports: Ports = Field(
+        default=[443, 8443], description="Ports that webhooks may go to."
+    )
+    webhook_max_endpoints: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=20, description="Webhook endpoints that a tenant may have."
+    )
+    webhook_rotation_s: Seconds = Field(
+        default=DAY_S,
+        description="After a rotation the old secret of a webhook signs as well for "
+        "this long.",
+    )
+    webhook_disable_s: Seconds = Field(
+        default=5 * DAY_S,
+        description="A webhook endpoint where nothing arrived for this long is "
+        "disabled.",
+    )
+    webhook_poll_s: Seconds = Field(
+        default=1.0, description="How often a worker looks for webhooks to deliver."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line that is written."

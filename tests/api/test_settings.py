@@ -42,6 +42,10 @@ def test_empty_roots_are_not_the_current_folder(
         ("MAX_BODY_BYTES", "-1"),
         ("SWEEP_S", "inf"),
         ("LOG_LEVEL", "loud"),
+        ("PUBLIC_URL", "precision.example"),
+        ("WEBHOOK_ALLOW", "10.0.0.1/8"),  # host bits are set: what is meant?
+        ("WEBHOOK_ALLOW", "Portal.corp"),
+        ("WEBHOOK_PORTS", "443,65536"),
     ],
 )
 def test_a_bad_setting_is_named(
@@ -50,3 +54,14 @@ def test_a_bad_setting_is_named(
     monkeypatch.setenv(f"PRECISION_{name}", value)
     with pytest.raises(ValidationError, match=name.lower()):
         Settings()
+
+
+def test_what_webhooks_may_reach_is_read_and_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PRECISION_WEBHOOK_ALLOW", "10.0.0.0/8, portal.corp ::1")
+    monkeypatch.setenv("PRECISION_WEBHOOK_PORTS", "443,8443, 10443")
+    assert Settings().webhook_allow == ["10.0.0.0/8", "portal.corp", "::1/128"]
+    assert Settings().webhook_ports == [443, 8443, 10443]
+    monkeypatch.setenv("PRECISION_WEBHOOK_ALLOW", "")
+    assert Settings().webhook_allow == []
