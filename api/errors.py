@@ -5,7 +5,6 @@
   * BadCursor             400  bad_cursor
   * Unauthenticated       401  unauthenticated
   * InsufficientScope     403  insufficient_scope
-  * InsufficientScope     403  insufficient_scope
   * NotFound              404  not_found
   * NotAcceptable         406  not_acceptable
   * NotFinal              409  not_final
@@ -73,19 +72,6 @@ class Unauthenticated(APIError):
             "send a valid API key as 'Authorization: Bearer po_live_…'; "
             "'precision keys create' makes one",
             headers={"WWW-Authenticate": "Bearer"},
-        )
-
-
-class InsufficientScope(APIError):
-    """The key is good, but not for this."""
-
-    status = 403
-    code = "insufficient_scope"
-    title = "The key may not do this"
-
-    def __init__(self, required: str) -> None:
-        super().__init__(
-            f"this needs a key with the scope {required}", required_scope=required
         )
 
 

@@ -14,8 +14,8 @@ from pydantic import Field
 from sqlalchemy.orm import Session
 
 from api import catalog, db, estimate_views, resolve
-from api.errors import Invalid
 from api.access import Caller
+from api.errors import Invalid
 from api.schemas import (
     Body,
     Devices,

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
-from api.errors import Invalid, NotFound
 from api.access import Caller
+from api.errors import Invalid, NotFound
 from api.strict import StrictRoute
 from optimizer import bits
 from optimizer.abilities import FORMATS as NAMED

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 
-from api.errors import NotFound
 from api.access import Caller
+from api.errors import NotFound
 from api.strict import StrictRoute
 from optimizer import abilities
 from optimizer.abilities import SHAPE_RULES, Answer, Status

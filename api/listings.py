@@ -9,8 +9,8 @@ from fastapi import APIRouter, Path as PathParameter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from api import catalog, db, views
-from api.errors import UnsupportedMediaType
 from api.access import DB, Caller
+from api.errors import UnsupportedMediaType
 from api.schemas import NAME_PATTERN, ModelRequest
 from api.settings import settings
 from api.strict import StrictRoute

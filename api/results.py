@@ -8,9 +8,9 @@ from sqlalchemy.orm import Session
 
 from api import auth, downloads, jobs, storage, views
 from api.accept import preferred
+from api.access import DB, Caller
 from api.errors import Gone, InvalidState, NotFinal, NotFound, Unavailable
 from api.models import FINAL, Artifact, Job, Status
-from api.access import DB, Caller
 from api.strict import StrictRoute
 
 Format = Literal["json", "html"]
