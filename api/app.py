@@ -4,11 +4,9 @@ import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import structlog
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
 from api import (
@@ -19,6 +17,7 @@ from api import (
     hardware,
     health,
     listings,
+    openapi,
     problems,
     results,
     routes,
@@ -26,6 +25,7 @@ from api import (
 from api.metrics import Metrics, service_version
 from api.middleware import BodyLimit, Envelope
 from api.settings import settings
+from api.versions import Versions
 from optimizer.hardware import use as use_hardware
 
 DESCRIPTION = "Finds the precision of every part of a language model, on your data."
@@ -60,10 +60,11 @@ def create_app() -> FastAPI:
     limits = {"/": settings().max_body_bytes}
     limits["/v1/datasets/"] = settings().max_dataset_bytes
     app.add_middleware(BodyLimit, limits=limits)
+    app.add_middleware(Versions)
     app.add_middleware(Envelope, metrics=app.state.metrics)  # the last is outermost
     for part in (routes, results, estimate, hardware, formats, listings, health):
         app.include_router(part.router)
-    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     return app
 
 
@@ -100,21 +101,3 @@ def _register_folders() -> None:
 
 def _operation_id(route: APIRoute) -> str:
     return route.name
-
-
-def _describe(app: FastAPI) -> dict[str, Any]:
-    if not app.openapi_schema:
-        schema = get_openapi(
-            title=app.title,
-            version=app.version,
-            description=app.description,
-            routes=app.routes,
-        )
-        problem = problems.Problem.model_json_schema(
-            ref_template="#/components/schemas/{model}"
-        )
-        parts = schema["components"]["schemas"]
-        parts |= problem.pop("$defs", {})
-        parts["Problem"] = problem
-        app.openapi_schema = schema
-    return app.openapi_schema

@@ -3,6 +3,7 @@
 * APIError                500  internal_error
   * MalformedJson         400  malformed_json
   * BadCursor             400  bad_cursor
+  * UnknownVersion        400  unknown_version
   * Unauthenticated       401  unauthenticated
   * InsufficientScope     403  insufficient_scope
   * NotFound              404  not_found
@@ -15,6 +16,7 @@
   * UnsupportedMediaType  415  unsupported_media_type
   * RangeNotSatisfiable   416  range_not_satisfiable
   * Invalid               422  validation_error, or what the field is about
+  * QuotaExceeded         429  quota_exceeded
   * Unavailable           503  overloaded
 """
 
@@ -28,6 +30,7 @@ class APIError(Exception):
     status = 500
     code = "internal_error"
     title = "Internal error"
+    type: str | None = None  # a URI of a registry; None: one of ours
 
     def __init__(
         self,
@@ -58,6 +61,21 @@ class BadCursor(APIError):
     status = 400
     code = "bad_cursor"
     title = "The cursor is not valid"
+
+
+class UnknownVersion(APIError):
+    """The request is pinned to a version of the API that is not served."""
+
+    status = 400
+    code = "unknown_version"
+    title = "No such version of the API"
+
+    def __init__(self, asked: str, current: str) -> None:
+        super().__init__(
+            f"API-Version {asked[:40]!r} is not served; leave the header out, or send "
+            f"{current}",
+            known=[current],
+        )
 
 
 class Unauthenticated(APIError):
@@ -207,6 +225,24 @@ class InvalidParameter(Invalid):
         super().__init__("", detail, code, known)
         self.errors[0].pop("pointer")
         self.errors[0] = {"parameter": parameter[:200], **self.errors[0]}
+
+
+class QuotaExceeded(APIError):
+    """The caller has as much of something as it may have at a time."""
+
+    status = 429
+    code = "quota_exceeded"
+    title = "A quota is used up"
+    type = "https://iana.org/assignments/http-problem-types#quota-exceeded"
+
+    def __init__(self, policy: str, used: int, limit: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"{used} {policy.replace('_', ' ')} of {limit}: wait until there are "
+            "fewer, or ask the operator for a higher quota",
+            headers={"Retry-After": str(retry_after_s)},
+            limit=limit,
+        )
+        self.extensions["violated-policies"] = [policy]
 
 
 class Unavailable(APIError):

@@ -6,8 +6,9 @@ from fastapi import APIRouter, Request, Response
 from sqlalchemy.exc import SQLAlchemyError
 
 from api import db, queue
+from api.strict import PlainRoute
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], route_class=PlainRoute)
 
 
 @router.get("/livez")

@@ -10,7 +10,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api import ids, problems
+from api import ids, problems, versions
 from api.errors import APIError, BodyTooLarge
 from api.metrics import Metrics
 
@@ -76,6 +76,7 @@ class _Sent:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = self.request_id
+            headers["API-Version"] = versions.CURRENT
             headers.setdefault("X-Content-Type-Options", "nosniff")
             headers.setdefault("Cache-Control", "no-store")
         await self.send(message)

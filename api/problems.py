@@ -5,16 +5,18 @@ from http import HTTPStatus
 from typing import Any
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from api.errors import APIError, Invalid, MalformedJson, Unavailable
 
 MEDIA_TYPE = "application/problem+json"
+PROBLEMS = "https://precision.example/problems"
 MAX_ERRORS = 20
 MAX_POINTER = 200
 SHORT_FORMS = {  # fields that are an object or the value that is short for it
@@ -25,6 +27,7 @@ SHORT_FORMS = {  # fields that are an object or the value that is short for it
     "latency_sla": "a number of seconds",
 }
 CODES = {405: "method_not_allowed", 404: "not_found", 400: "bad_request"}
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 log = structlog.get_logger()
 
@@ -63,7 +66,7 @@ def install(app: FastAPI) -> None:
 def response(instance: str, request_id: str, error: APIError) -> JSONResponse:
     """Return the problem document of an error."""
     body = {
-        "type": f"https://precision.example/problems/{error.code.replace('_', '-')}",
+        "type": error.type or f"{PROBLEMS}/{error.code.replace('_', '-')}",
         "title": error.title,
         "status": error.status,
         "detail": error.detail,
@@ -129,14 +132,32 @@ def _pointer(path: Sequence[int | str], body: Any) -> str:
     return pointer[:MAX_POINTER]
 
 
-def _on_http(request: Request, error: Exception) -> JSONResponse:
+def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
+    headers = dict(error.headers or {})
+    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(_allowed(request))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
     detail = status.description or status.phrase
-    problem = APIError(detail, headers=dict(error.headers or {}))
+    problem = APIError(detail, headers=headers)
     problem.status, problem.title = status.value, status.phrase
     problem.code = CODES.get(status.value, "http_error")
     return _answer(request, problem)
+
+
+def _allowed(request: Request) -> list[str]:
+    """Return the methods that the path has, over all of its routes."""
+    routes = request.app.routes
+    return [
+        method
+        for method in METHODS
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in routes
+        )
+    ]
 
 
 def _on_database(request: Request, error: Exception) -> JSONResponse:

@@ -1,19 +1,27 @@
-"""JSON that any two readers read alike, or a problem that says why not.
+"""Requests that any two readers read alike, or a problem that says why not.
 
-The standard parser takes the last of two equal keys, half of a surrogate pair, and
-any depth until the stack ends. All of it is refused here, before validation.
-NaN and Infinity pass, so that validation can name the field they stand in.
+A query parameter that an endpoint does not have is refused by its name: a filter that
+is misspelt and ignored would list what nobody asked for. Of JSON, the standard parser
+takes the last of two equal keys, half of a surrogate pair, and any depth until the
+stack ends. All of it is refused here, before validation. NaN and Infinity pass, so
+that validation can name the field they stand in.
 """
 
 import json
 import re
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
-from api.errors import MalformedJson, UnsupportedMediaType
+from api.errors import (
+    InvalidParameter,
+    MalformedJson,
+    NotFound,
+    UnsupportedMediaType,
+)
 
 MAX_DEPTH = 16  # our own bodies have 3
 FORBIDDEN = re.compile("[\x00\ud800-\udfff]")  # PostgreSQL and UTF-8 cannot hold them
@@ -21,23 +29,68 @@ FORBIDDEN = re.compile("[\x00\ud800-\udfff]")  # PostgreSQL and UTF-8 cannot hol
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class StrictRoute(APIRoute):
-    """A route whose JSON body is read strictly."""
+class PlainRoute(APIRoute):
+    """A route that answers HEAD like GET; the server drops the body."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        if self.methods and "GET" in self.methods:
+            self.methods.add("HEAD")
+
+
+class StrictRoute(PlainRoute):
+    """A route whose path, query and JSON body are read strictly."""
 
     def get_route_handler(self) -> Endpoint:
-        """Check the body, then go on as usual."""
+        """Check what comes in, then go on as usual."""
         usual = super().get_route_handler()
-        if self.body_field is None:
-            return usual
+        known = sorted(set(_parameters(self.dependant)))
+        maps = _maps(self.openapi_extra or {})
 
         async def strict(request: Request) -> Response:
-            body = await request.body()
-            if body:
-                require_json(request.headers.get("content-type", ""))
-                parse(body)
+            _check_path(request)
+            _check_query(request, known, maps)
+            if self.body_field is not None:
+                body = await request.body()
+                if body:
+                    require_json(request.headers.get("content-type", ""))
+                    parse(body)
             return await usual(request)
 
         return strict
+
+
+def _parameters(dependant: Dependant) -> Iterator[str]:
+    yield from (field.alias for field in dependant.query_params)
+    for inner in dependant.dependencies:
+        yield from _parameters(inner)
+
+
+def _maps(described: dict[str, Any]) -> list[str]:
+    """Return the parameters of the form `name[key]=value`, as OpenAPI says it."""
+    parameters = described.get("parameters", [])
+    return [p["name"] for p in parameters if p.get("style") == "deepObject"]
+
+
+def _check_path(request: Request) -> None:
+    if any(FORBIDDEN.search(str(part)) for part in request.path_params.values()):
+        raise NotFound("no id has such characters")
+
+
+def _check_query(request: Request, known: list[str], maps: list[str]) -> None:
+    for name, value in request.query_params.multi_items():
+        if FORBIDDEN.search(name) or FORBIDDEN.search(value):
+            raise InvalidParameter(name, "it has a NUL character")
+        if name not in known and not _in_map(name, maps):
+            there = [*known, *(f"{each}[key]" for each in maps)]
+            listed = ", ".join(there) or "none"
+            detail = f"there is no parameter {name[:80]!r}; there are: {listed}"
+            raise InvalidParameter(name, detail, "unknown_parameter", there)
+
+
+def _in_map(name: str, maps: list[str]) -> bool:
+    prefix, bracket, rest = name.partition("[")
+    return bracket == "[" and rest.endswith("]") and prefix in maps
 
 
 def require_json(content_type: str) -> None:

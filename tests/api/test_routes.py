@@ -261,7 +261,7 @@ def test_every_error_of_the_framework_is_a_problem(
     refused(client.get("/v1/jobs/"), 404, "not_found")
     answer = client.delete("/v1/jobs")
     refused(answer, 405, "method_not_allowed")
-    assert answer.headers["allow"] == "GET"
+    assert answer.headers["allow"] == "GET, HEAD"
 
 
 def test_a_defect_is_a_problem_without_a_traceback(
