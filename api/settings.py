@@ -162,6 +162,22 @@ class Settings(BaseSettings):
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0, description="CPU threads that a worker computes with. 0: all."
     )
+    sandbox: Literal["require", "try", "off"] = Field(
+        default="try",
+        description="A job's process gets no network, no files but its own, no "
+        "privileges. `require`: a machine that does not allow all of it runs no jobs; "
+        "`try`: the log says what is missing; `off`: none of it.",
+    )
+    sandbox_user: str = Field(
+        default="",
+        description="User that a job's process becomes where the worker is root; it has "
+        "to be able to read models and data. Empty: it stays root, without its powers.",
+    )
+    job_memory_bytes: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Memory that a job's process may take; it is run again with less, "
+        "then it fails. 0: all there is. Linux only.",
+    )
     stream_poll_s: Seconds = Field(
         default=0.5, description="How often an event stream looks for new events."
     )
