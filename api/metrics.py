@@ -10,12 +10,22 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from sqlalchemy.orm import Session
 
-from api import db, jobs
+from api import db, tallies
+from api.tallies import Times
+from api.transitions import now
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+WAIT_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86_400.0)
+RUN_BUCKETS_S = (10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86_400.0)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 
 
@@ -27,20 +37,69 @@ def service_version() -> str:
         return "unknown"
 
 
-class _JobsByStatus(Collector):
+class _Jobs(Collector):
     """Counts rows when asked, so that every replica says the same."""
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        gauge = GaugeMetricFamily(
-            "precision_jobs", "Jobs in the database by status.", labels=["status"]
-        )
+    def collect(self) -> Iterator[Metric]:
         with db.reading() as session:
-            for status, count in jobs.counts(session).items():
-                gauge.add_metric([status], count)
-        yield gauge
+            yield from _counted(session)
+            yield _timed(
+                "precision_job_queue_wait_seconds",
+                "Time from a job's request to its first worker.",
+                tallies.waits(session, WAIT_BUCKETS_S),
+                WAIT_BUCKETS_S,
+            )
+            yield _timed(
+                "precision_job_run_seconds",
+                "Time from a job's first worker to its end.",
+                tallies.runs(session, RUN_BUCKETS_S),
+                RUN_BUCKETS_S,
+            )
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
+    def describe(self) -> Iterator[Metric]:
         return iter(())  # registering must not read the database
+
+
+def _counted(session: Session) -> Iterator[Metric]:
+    states = GaugeMetricFamily(
+        "precision_jobs", "Jobs in the database by status.", labels=["status"]
+    )
+    for status, count in tallies.by_status(session).items():
+        states.add_metric([status], count)
+    yield states
+    ended = CounterMetricFamily(
+        "precision_jobs_finished",
+        "Jobs that ended, by how they did.",
+        labels=["status", "outcome", "hardware"],
+    )
+    for row in tallies.finished(session):
+        ended.add_metric([row.status, row.outcome, row.hardware], row.total)
+    yield ended
+    depth = GaugeMetricFamily(
+        "precision_queue_depth", "Jobs that wait, by device.", labels=["hardware"]
+    )
+    for hardware, count in tallies.queued(session).items():
+        depth.add_metric([hardware], count)
+    yield depth
+    waited_s = tallies.oldest_wait_s(session, now(session))
+    yield GaugeMetricFamily(
+        "precision_queue_oldest_seconds",
+        "How long the job that waits longest has been waiting.",
+        value=waited_s,
+    )
+    yield CounterMetricFamily(
+        "precision_lease_lost",
+        "Attempts that ended because a worker fell silent.",
+        value=tallies.attempts_lost(session),
+    )
+
+
+def _timed(
+    name: str, said: str, times: Times, bounds_s: tuple[float, ...]
+) -> HistogramMetricFamily:
+    buckets = [(str(b), n) for b, n in zip(bounds_s, times.at_most, strict=True)]
+    buckets.append(("+Inf", times.total))
+    return HistogramMetricFamily(name, said, buckets=buckets, sum_value=times.sum_s)
 
 
 class Metrics:
@@ -48,7 +107,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_JobsByStatus())
+        self.registry.register(_Jobs())
         self._created = Counter(
             "precision_jobs_created",
             "Jobs accepted by this process.",

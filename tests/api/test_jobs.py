@@ -361,13 +361,6 @@ def test_pages_are_complete_and_newest_first(tenant: str) -> None:
     assert (len(queued), ended) == (7, [])
 
 
-def test_counts_name_every_state(job_id: str) -> None:
-    with reading() as session:
-        counts = jobs.counts(session)
-    assert counts.pop("queued") == 1
-    assert set(counts.values()) == {0}
-
-
 def test_artifacts_appear_only_with_success(claim: Claim) -> None:
     report = Stored("report.json", "a" * 64, 2, "application/json")
     change(claim.job_id, attempt=2)  # somebody else has it
