@@ -14,7 +14,12 @@ _MARKS = {
     "refused": "no",
 }
 _LINEAR = ["attn_qkv", "attn_out", "ffn_in", "ffn_out", "lm_head"]
-_ENGINES = {"vllm": "vLLM", "transformer_engine": "TE", "torchao": "torchao"}
+_ENGINES = {
+    "vllm": "vLLM",
+    "tensorrt_llm": "TRT",
+    "transformer_engine": "TE",
+    "torchao": "torchao",
+}
 
 
 def devices(found: list[Json]) -> None:

@@ -64,7 +64,9 @@ def _latency(row: Json) -> tuple[object, ...]:
 def _basis(basis: Json) -> str:
     if basis["engine"] is None:
         return "no kernels were timed on this device: all figures are modelled"
-    return f"kernels: {basis['engine']} {basis['engine_version']}, {basis['origin']}"
+    for_ = f", in place of {basis['stands_in_for']}'s" if basis["stands_in_for"] else ""
+    version = f"{basis['engine']} {basis['engine_version']}"
+    return f"kernels: {version}, {basis['origin']}{for_}"
 
 
 def _ledger(title: str, ledger: Json) -> None:

@@ -54,10 +54,12 @@ def estimate(found: "Estimate", name: str, source: str) -> Json:
 
 def _origin(ask: "Ask") -> Json:
     """Whose kernels stand for this device, and what figures are called."""
-    from optimizer.kernels import tables
+    from optimizer.kernels import stand_in
 
-    known = tables(ask.device.id)
+    known = ask.tables
+    other = known is not None and stand_in(known, ask.engine)
     return {
+        "stands_in_for": ask.engine if other else None,
         "engine": known.engine if known else None,
         "engine_version": known.version if known else None,
         "origin": known.origin if known else None,

@@ -17,6 +17,7 @@ from optimizer.cost import SiteCost, site_cost, tied_bytes
 from optimizer.formats import FP16
 from optimizer.hardware import Device
 from optimizer.kept_front import Answer, Question, question
+from optimizer.kernels import Tables
 from optimizer.padding import padded, pays
 from optimizer.rules import refusals
 from optimizer.search import Edge, Option
@@ -137,10 +138,12 @@ def tabulate(
     }
 
 
-def modelled(model: ModelShape, device: Device, workload: Workload) -> CostOf:
-    """Return the roofline as a cost function."""
+def modelled(
+    model: ModelShape, device: Device, workload: Workload, tables: Tables | None = None
+) -> CostOf:
+    """Return kernel tables, the device's own where not given, as a cost function."""
     return lambda shape, choice: site_cost(
-        padded(shape, choice), choice, device, workload, model
+        padded(shape, choice), choice, device, workload, model, tables=tables
     )
 
 

@@ -213,7 +213,7 @@ def _hardware(run: Run) -> dict[str, Any]:
         "name": run.device.name,
         "arch": run.device.arch,
         "basis": run.basis,
-        **latency(run.device, run.basis, _costs(run)),
+        **latency(run.device, run.basis, _costs(run), run.spec.engine),
         "memory_bytes": run.device.memory_bytes,  # of each device
         "devices": run.spec.workload.tensor_parallel,
         "per_device": _per_device(run),

@@ -12,15 +12,18 @@ from optimizer.kernels import Basis
 MEASURED = "what its sites took"
 
 
-def latency(device: Device, basis: str, costs: Sequence[SiteCost]) -> dict[str, Any]:
+def latency(
+    device: Device, basis: str, costs: Sequence[SiteCost], engine: str = "any"
+) -> dict[str, Any]:
     """Return the origin of the seconds per token that `costs` add up to.
 
-    `basis` is "measured" where all of them were taken on the device itself.
+    `basis` is "measured" where all of them were taken on the device itself, `engine`
+    what the request names.
     """
     shares = basis_shares(costs)
-    known = kernels.tables(device.id) if Basis.KERNELS in shares else None
+    known = kernels.of_engine(device.id, engine) if Basis.KERNELS in shares else None
     return {
-        "method": MEASURED if basis == "measured" else _method(device, shares),
+        "method": MEASURED if basis == "measured" else _method(device, shares, engine),
         "basis_shares": {str(b): share for b, share in shares.items()},
         "engine": known.engine if known else None,
         "engine_version": known.version if known else None,
@@ -50,18 +53,22 @@ def expected_error(costs: Sequence[SiteCost]) -> float | None:
     return None if math.isnan(error) else error
 
 
-def _method(device: Device, shares: dict[Basis, float]) -> str:
-    parts = [f"{_named(b, device)} ({share:.0%})" for b, share in shares.items()]
+def _method(device: Device, shares: dict[Basis, float], engine: str) -> str:
+    parts = [
+        f"{_named(b, device, engine)} ({share:.0%})" for b, share in shares.items()
+    ]
     return ", ".join(parts)
 
 
-def _named(basis: Basis, device: Device) -> str:
+def _named(basis: Basis, device: Device, engine: str) -> str:
     match basis:
         case Basis.MEASURED:
             return "kernels timed on the device itself"
         case Basis.KERNELS:
-            known = kernels.tables(device.id)
+            known = kernels.of_engine(device.id, engine)
             assert known is not None, "a kernel's time is of its device's tables"
-            return f"measured kernels of {known.engine} {known.version}, {known.origin}"
+            said = f"measured kernels of {known.engine} {known.version}, {known.origin}"
+            other = kernels.stand_in(known, engine)
+            return f"{said}, in place of {engine}'s" if other else said
         case _:
             return f"roofline fitted to {fits.fit(device).origin}"

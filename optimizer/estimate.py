@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from optimizer.errors import HardwareError
 from optimizer.hardware import Device
+from optimizer.kernels import Tables, of_engine
 from optimizer.latencies import Latency, latency
 from optimizer.ledger import Kinds, Ledger, Served, kinds, served
 from optimizer.limits import Limit, limits
@@ -33,6 +34,11 @@ class Ask:
     engine: str = "any"
     formats: tuple[str, ...] = SWEPT_FORMATS
     max_memory_bytes: int | None = None  # None: the device's memory
+
+    @property
+    def tables(self) -> Tables | None:
+        """The kernels that stand for the engine on the device."""
+        return of_engine(self.device.id, self.engine)
 
     @property
     def room_bytes(self) -> int:
@@ -148,7 +154,7 @@ def _priced(running: _Running, ask: Ask) -> Priced:
     workload = ask.workload
     held = served(ask.model, running.kinds, workload.tensor_parallel)
     ledger = held.ledger(workload)
-    cost = latency(running.kinds, ask.model, ask.device, workload)
+    cost = latency(running.kinds, ask.model, ask.device, workload, ask.tables)
     each, first = limits(running.kinds, ask.device, workload)
     return Priced(
         name=running.uniform.name,
@@ -178,7 +184,9 @@ def _meets(cost: Latency, sla: LatencySla) -> bool:
 def _at(batch: int, stacks: Sequence[_Running], ask: Ask) -> AtBatch:
     workload = replace(ask.workload, batch_size=batch)
     found = {
-        r.uniform.name: latency(r.kinds, ask.model, ask.device, workload).per_token_s
+        r.uniform.name: latency(
+            r.kinds, ask.model, ask.device, workload, ask.tables
+        ).per_token_s
         for r in stacks
     }
     return AtBatch(batch, MappingProxyType(found))

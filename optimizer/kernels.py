@@ -30,6 +30,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,21 @@ def tables(device_id: str, engine: str = "vllm") -> Tables | None:
         return None
     with path.open("rb") as file, np.load(file) as archive:
         return _unpack(archive)
+
+
+ENGINES = MappingProxyType({"vllm": "vllm", "tensorrt_llm": "trtllm"})
+"""What the tables call an engine that a request may name. Of others nothing was timed."""
+
+
+def of_engine(device_id: str, engine: str) -> Tables | None:
+    """Return the tables of the engine that a request names; of vLLM where it has none."""
+    own = tables(device_id, ENGINES.get(engine, "vllm"))
+    return own or tables(device_id)
+
+
+def stand_in(known: Tables, engine: str) -> bool:
+    """Whether the engine that a request names is another than that of the tables."""
+    return engine != "any" and ENGINES.get(engine) != known.engine
 
 
 def _unpack(archive: Mapping[str, Any]) -> Tables:

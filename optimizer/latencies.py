@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from optimizer.cost import site_cost
 from optimizer.hardware import Device
-from optimizer.kernels import Basis
+from optimizer.kernels import Basis, Tables
 from optimizer.ledger import Kinds
 from optimizer.spec import Workload
 from optimizer.stack import ModelShape
@@ -42,11 +42,15 @@ class Latency:
 
 
 def latency(
-    alike: Kinds, model: ModelShape, device: Device, workload: Workload
+    alike: Kinds,
+    model: ModelShape,
+    device: Device,
+    workload: Workload,
+    tables: Tables | None = None,
 ) -> Latency:
     """Return what `stack_cost` returns. Raises HardwareError as `site_cost` does."""
     found = [
-        (count, site_cost(shape, choice, device, workload, model))
+        (count, site_cost(shape, choice, device, workload, model, tables=tables))
         for (shape, choice), count in alike.items()
     ]
     return Latency(

@@ -9,6 +9,7 @@ at its padded shape. Experts are not padded: a kernel runs many of them as one.
 
 from dataclasses import dataclass, replace
 
+from optimizer import kernels
 from optimizer.cost import site_cost
 from optimizer.hardware import Device
 from optimizer.rules import FP8_MULTIPLE, refusals
@@ -75,8 +76,11 @@ def pays(
     if refusals(device, spec.engine, run, spec.formats)[choice] is not None:
         return False
     wide = choice_named(shape.site.component, device.base16 or "fp32")
-    narrow_cost = site_cost(run, choice, device, spec.workload, model)
-    wide_cost = site_cost(shape, wide, device, spec.workload, model)
+    known = kernels.of_engine(device.id, spec.engine)
+    narrow_cost, wide_cost = (
+        site_cost(one, by, device, spec.workload, model, tables=known)
+        for one, by in ((run, choice), (shape, wide))
+    )
     return (
         narrow_cost.per_token_s < wide_cost.per_token_s
         or narrow_cost.first_token_s < wide_cost.first_token_s

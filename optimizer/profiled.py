@@ -18,13 +18,20 @@ CostOf = Callable[[SiteShape, Choice], SiteCost]
 
 
 def preferring(
-    profile: Tables, model: ModelShape, device: Device, workload: Workload
+    profile: Tables,
+    others: CostOf,
+    model: ModelShape,
+    device: Device,
+    workload: Workload,
 ) -> CostOf:
-    """Return a cost function that reads the profile where it has the shape."""
+    """Return a cost function that reads the profile where it has the shape.
+
+    `others` says what everything else costs.
+    """
 
     def cost_of(shape: SiteShape, choice: Choice) -> SiteCost:
         asked = (padded(shape, choice), choice, device, workload, model)
-        found, own = site_cost(*asked), site_cost(*asked, tables=profile)
+        found, own = others(shape, choice), site_cost(*asked, tables=profile)
         if own.basis is Basis.MEASURED:
             found = replace(
                 found,

@@ -228,6 +228,24 @@ def _vllm(q: _Question) -> str | None:
     return None
 
 
+def _tensorrt_llm(q: _Question) -> str | None:
+    """What its PyTorch backend lists: FP8 by tensor, row and block, NVFP4, W4A16."""
+    if q.narrow == "fp8_e5m2":
+        return "TensorRT-LLM's FP8 is e4m3 only"
+    if q.component is Component.KV_CACHE:
+        by_head = q.choice.name == "fp8_e4m3_head"
+        return "TensorRT-LLM's cache has one scale for a layer" if by_head else None
+    if q.choice.is_narrow and q.component not in LINEAR:
+        return f"TensorRT-LLM loads no FP8 {q.component} from a checkpoint"
+    if q.choice.weight_only and q.narrow != "int4":
+        return "TensorRT-LLM has no weight-only FP8"
+    if Granularity.MX in q.granularities or q.narrow == "int8":
+        return (
+            f"TensorRT-LLM's PyTorch backend lists no {q.choice.name} for dense layers"
+        )
+    return None
+
+
 def _transformer_engine(q: _Question) -> str | None:
     if not q.choice.is_narrow:
         return None
@@ -256,6 +274,7 @@ _ENGINES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "any": (),
         "vllm": (_vllm,),
+        "tensorrt_llm": (_tensorrt_llm,),
         "transformer_engine": (_transformer_engine,),
         "torchao": (_torchao,),
     }

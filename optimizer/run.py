@@ -5,7 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optimizer import casts, document, local_prices, local_run, parallel, plan, profiled
+from optimizer import (
+    casts,
+    document,
+    kernels,
+    local_prices,
+    local_run,
+    parallel,
+    plan,
+    profiled,
+)
 from optimizer.casts import Casts
 from optimizer.checkpoint import inspect
 from optimizer.choose import Chooser, CostOf, allowed, candidates, modelled, tabulate
@@ -32,8 +41,8 @@ Progress = Callable[[str, float, str], None]
 """(phase, fraction of it, detail), called at least each second; raises Cancelled to stop."""
 
 # Phases: load, calibrate, sweep, search, validate, report.
-# What an engine sets once for the whole model: vLLM's --kv-cache-dtype.
-ONE_SWITCH = {"vllm": frozenset({Component.KV_CACHE})}
+# What engines set once for the whole model: vLLM's --kv-cache-dtype.
+ONE_SWITCH = dict.fromkeys(("vllm", "tensorrt_llm"), frozenset({Component.KV_CACHE}))
 SWEEP_SHARE = 0.9  # of the sweep's time; the rest is the contrast
 HEADROOM = 0.9  # of the device's memory; the rest is activations and the engine
 
@@ -214,10 +223,12 @@ def _target(
     if spec.hardware != LOCAL:
         target = device(spec.hardware)
         _require_split(shape, target, ways)
-        pairs = casts.modelled(shape, target, spec.workload)
+        known = kernels.of_engine(target.id, spec.engine)
+        pairs = casts.modelled(shape, target, spec.workload, tables=known)
+        others = modelled(shape, target, spec.workload, known)
         if profile is None:
-            return target, "modelled", modelled(shape, target, spec.workload), pairs
-        costs = profiled.preferring(profile, shape, target, spec.workload)
+            return target, "modelled", others, pairs
+        costs = profiled.preferring(profile, others, shape, target, spec.workload)
         covered = profiled.covers(costs, shape)
         return target, "measured" if covered else "modelled", costs, pairs
     if ways > 1:

@@ -9,7 +9,7 @@ from optimizer.errors import SpecError
 from optimizer.formats import FORMATS
 
 SWEPT_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "fp32")
-ENGINES = ("any", "vllm", "transformer_engine", "torchao")
+ENGINES = ("any", "vllm", "tensorrt_llm", "transformer_engine", "torchao")
 ROUNDINGS = ("nearest", "compensated")  # of FP8 weights: GPTQ feeds errors forward
 TASKS = ("chat", "completion", "summarization", "code")
 

@@ -132,7 +132,8 @@ def test_blocks_of_128_on_ada_run_on_other_kernels(client: TestClient) -> None:
     found = choice(client, "l4", "ffn_in", "fp8_e4m3_block")
     assert found["status"] == "other_kernel"
     assert "through Triton" in found["reason"]
-    assert set(found["engines"]) == {"transformer_engine", "torchao"}
+    others = {"tensorrt_llm", "transformer_engine", "torchao"}
+    assert set(found["engines"]) == others
     assert found["engines"]["transformer_engine"]["status"] == "refused"
     assert matmul(client, "h100", "fp8_e4m3", "block")["status"] == "supported"
 

@@ -50,6 +50,15 @@ def test_kernels_are_named_with_engine_version_and_source() -> None:
     assert found["expected_error"] == pytest.approx(0.03)
 
 
+def test_kernels_are_those_of_the_engine_that_is_named() -> None:
+    found = latency(H100, "modelled", MIXED[:1], "tensorrt_llm")
+    assert (found["engine"], found["engine_version"]) == ("trtllm", "1.3.0rc20")
+    assert "in place of" not in found["method"]
+    other = latency(H100, "modelled", MIXED[:1], "torchao")
+    assert other["engine"] == "vllm"
+    assert "aiconfigurator-core 0.12.0, in place of torchao's (100%)" in other["method"]
+
+
 def test_a_roofline_alone_names_no_engine() -> None:
     found = latency(device("v100"), "modelled", [site(1e-6, Basis.ROOFLINE)])
     assert found["method"].startswith("roofline fitted to ")

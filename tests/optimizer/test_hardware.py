@@ -278,6 +278,7 @@ def test_an_fp8_cache_needs_a_kernel_and_no_unit(name: str, able: bool) -> None:
     [
         ("any", None, None),
         ("vllm", None, "vLLM refuses an e5m2 cache"),
+        ("tensorrt_llm", None, "e4m3 only"),
         ("transformer_engine", "in 16 bits", "in 16 bits"),
         ("torchao", "linear layers", "e4m3 only"),
     ],

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from optimizer import kernels
+from optimizer.choose import CostOf, modelled
 from optimizer.cost import site_cost
 from optimizer.hardware import device
 from optimizer.kernels import Tables
@@ -37,12 +38,18 @@ def profile_of(model: ModelShape, tokens: tuple[int, ...]) -> Tables:
     return kernels.from_profile({**said, "measured_at": "now", "gemm": rows})
 
 
+def usual(model: ModelShape) -> CostOf:
+    return modelled(model, H100, WORKLOAD)
+
+
 def bf16(component: Component) -> Choice:
     return choice_named(component, "bf16")
 
 
 def test_what_was_measured_comes_before_the_model(model: ModelShape) -> None:
-    cost_of = preferring(profile_of(model, (2, 128)), model, H100, WORKLOAD)
+    cost_of = preferring(
+        profile_of(model, (2, 128)), usual(model), model, H100, WORKLOAD
+    )
     matrix = next(s for s in model.sites if s.site.component is Component.FFN_IN)
     found = cost_of(matrix, bf16(Component.FFN_IN))
     assert (found.per_token_s, found.first_token_s) == (1.0, 1.0)
@@ -52,17 +59,17 @@ def test_what_was_measured_comes_before_the_model(model: ModelShape) -> None:
 
 
 def test_a_phase_that_was_not_measured_is_what_it_was(model: ModelShape) -> None:
-    cost_of = preferring(profile_of(model, (2,)), model, H100, WORKLOAD)
+    cost_of = preferring(profile_of(model, (2,)), usual(model), model, H100, WORKLOAD)
     matrix = next(s for s in model.sites if s.site.component is Component.FFN_IN)
     choice = bf16(Component.FFN_IN)
-    usual = site_cost(matrix, choice, H100, WORKLOAD, model)
+    plain = site_cost(matrix, choice, H100, WORKLOAD, model)
     found = cost_of(matrix, choice)
-    assert found == replace(usual, per_token_s=1.0, basis=found.basis, error=0.03)
+    assert found == replace(plain, per_token_s=1.0, basis=found.basis, error=0.03)
     assert found.basis == "measured"
 
 
 def test_a_choice_that_was_not_measured_is_what_it_was(model: ModelShape) -> None:
-    cost_of = preferring(profile_of(model, (128,)), model, H100, WORKLOAD)
+    cost_of = preferring(profile_of(model, (128,)), usual(model), model, H100, WORKLOAD)
     matrix = next(s for s in model.sites if s.site.component is Component.FFN_IN)
     choice = choice_named(Component.FFN_IN, "fp8_e4m3")
     assert cost_of(matrix, choice) == site_cost(matrix, choice, H100, WORKLOAD, model)

@@ -2,10 +2,11 @@
 
 import pytest
 
+from optimizer import abilities
 from optimizer.hardware import DEVICES, device
 from optimizer.rules import matmul_refusal, refusals
 from optimizer.sizes import held_bytes
-from optimizer.spec import SWEPT_FORMATS
+from optimizer.spec import ENGINES, SWEPT_FORMATS
 from optimizer.stack import (
     CHOICES,
     LINEAR,
@@ -75,17 +76,16 @@ def test_which_devices_have_them(name: str, able: set[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "engines"),
     [
-        ("fp8_e4m3_block", {"any", "vllm"}),
+        ("fp8_e4m3_block", {"any", "vllm", "tensorrt_llm"}),
         ("fp6_e3m2_mx", {"any"}),
         ("fp4_e2m1_mx", {"any"}),
-        ("fp4_e2m1_nv", {"any", "vllm"}),
+        ("fp4_e2m1_nv", {"any", "vllm", "tensorrt_llm"}),
         ("int8", {"any", "torchao"}),  # vLLM's kernel stops at Hopper
-        ("int4_weight_only", {"any", "vllm", "torchao"}),
+        ("int4_weight_only", {"any", "vllm", "tensorrt_llm", "torchao"}),
     ],
 )
 def test_which_engines_take_them(name: str, engines: set[str]) -> None:
-    every = ("any", "vllm", "torchao", "transformer_engine")
-    assert {e for e in every if refused("b200", name, engine=e) is None} == engines
+    assert {e for e in ENGINES if refused("b200", name, engine=e) is None} == engines
 
 
 @pytest.mark.parametrize("name", ["h100", "b200", "rtx-5090"])
@@ -93,6 +93,30 @@ def test_blocks_are_for_hopper_and_blackwell(name: str) -> None:
     assert refused(name, "fp8_e4m3_block") is None
     for other in ("l4", "mi300x", "a100"):
         assert refused(other, "fp8_e4m3_block") is not None
+
+
+@pytest.mark.parametrize(
+    ("component", "name", "said"),
+    [
+        (Component.FFN_IN, "fp8_e4m3", None),
+        (Component.FFN_IN, "fp8_e4m3_token", None),
+        (Component.KV_CACHE, "fp8_e4m3", None),
+        (Component.KV_CACHE, "fp8_e4m3_head", "one scale for a layer"),
+        (Component.FFN_IN, "fp8_e4m3_weight_only", "no weight-only FP8"),
+        (Component.ATTN_SCORES, "fp8_e4m3", "no FP8 attn_scores"),
+        (Component.EMBEDDINGS, "fp8_e4m3", "no FP8 embeddings"),
+        (Component.FFN_IN, "int8", "lists no int8"),
+    ],
+)
+def test_what_tensorrt_llm_takes(
+    component: Component, name: str, said: str | None
+) -> None:
+    asked = abilities.choices(device("h100"), "tensorrt_llm")[component]
+    found = asked[choice_named(component, name)].reason
+    if said is None:
+        assert asked[choice_named(component, name)] == abilities.YES
+    else:
+        assert said in str(found)
 
 
 def test_vllm_takes_int8_before_blackwell() -> None:
