@@ -1,4 +1,4 @@
-"""The life of a job. Every query on `jobs` is in this file.
+"""The life of a job, as its owner and its worker see it.
 
     queued → running → finalizing → succeeded | failed | cancelled | expired
                  └────────┴→ cancelling → cancelled
@@ -8,20 +8,21 @@ doubled, and nothing breaks. Each transition is one UPDATE that names the state 
 comes from, and writes its events in the same transaction. Each write of a worker
 carries its attempt (the fence): a worker given up for dead changes nothing.
 
-Callers commit (`db.transaction`), and time is the database's.
+Queries on `jobs` are here, in `turns` (who is next) and in `sweeps` (what went wrong,
+and what is old). Callers commit (`db.transaction`), and time is the database's.
 """
 
-from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Collection, Sequence
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, case, func, select, update
+from sqlalchemy import and_, case, func, select
 from sqlalchemy.orm import Session
 
-from api import cursors, ids
+from api import cursors, ids, turns
 from api.errors import NotFound
-from api.models import HELD, Artifact, Job, JobEvent, Status
+from api.models import Artifact, Job, JobEvent, Status
 from api.settings import settings
 from api.storage import Stored
 from api.transitions import (
@@ -32,7 +33,6 @@ from api.transitions import (
     lease,
     move,
     now,
-    same,
     touch,
     waiting,
 )
@@ -40,15 +40,6 @@ from optimizer.spec import OptimizeSpec
 
 PROGRESS_EVERY_S = 1.0  # progress events are coalesced to this; the row never is
 BELOW_FINAL = 99.9  # 100 percent is for final states
-SWEEP_LIMIT = 200  # rows per pass and kind; the rest waits for the next pass
-
-WORKER_LOST = {
-    "code": "worker_lost",
-    "category": "platform",
-    "retryable": True,
-    "message": "every worker that took this job stopped answering, or ran out of "
-    "memory; send the request again, or try a smaller model",
-}
 
 
 class Signal(StrEnum):
@@ -68,7 +59,11 @@ def submit(
     spec: OptimizeSpec,
     body: dict[str, Any] | None = None,
 ) -> Job:
-    """Add a queued job. `body` is the request as the caller wrote it."""
+    """Add a queued job. `body` is the request as the caller wrote it.
+
+    Raises QuotaExceeded where the tenant has as many waiting as it may.
+    """
+    turns.admit(session, tenant_id)
     at = now(session)
     job = Job(
         id=ids.new("job"),
@@ -158,12 +153,19 @@ def artifacts(session: Session, tenant_id: str, job_id: str) -> list[Artifact]:
 # -- for the worker ------------------------------------------------------------
 
 
+def claim_next(session: Session, worker: str, queues: Collection[str]) -> Claim | None:
+    """Take the job whose turn it is. None: nothing waits that this worker may take."""
+    turns.serialize(session)
+    job_id = session.scalar(turns.claimable(now(session), queues))
+    return None if job_id is None else claim(session, job_id, worker)
+
+
 def claim(session: Session, job_id: str, worker: str) -> Claim | None:
-    """Take a queued job. None: someone has, or it ended. The bell rang twice."""
+    """Take this very job. None: someone has it, or it ended."""
     at = now(session)
     job = move(
         session,
-        and_(Job.id == job_id, Job.status == Status.QUEUED, Job.expires_at > at),
+        and_(Job.id == job_id, turns.ready(at)),
         at,
         [("job.started", {})],
         status=Status.RUNNING,
@@ -175,6 +177,7 @@ def claim(session: Session, job_id: str, worker: str) -> Claim | None:
     )
     if job is None:
         return None
+    turns.served(session, job.tenant_id, at)
     spec = OptimizeSpec.from_json(job.spec)
     return Claim(job.id, job.tenant_id, job.attempt, spec)
 
@@ -272,73 +275,7 @@ def release(session: Session, claim: Claim) -> bool:
     return move(session, held, at, [event], **waiting(at)) is not None
 
 
-# -- for the sweep -------------------------------------------------------------
-
-
-def sweep(session: Session) -> list[str]:
-    """Bury the dead and return the jobs whose bell should ring.
-
-    Many sweeps may run at once: each row is moved, and rung for, by one of them.
-    """
-    at = now(session)
-    overdue = and_(Job.status.in_(HELD), Job.lease_expires_at < at)
-    for job in _some(session, overdue):
-        _give_up(session, job, at)
-    limit = at - timedelta(seconds=settings().cancel_limit_s)
-    stuck = and_(Job.status == Status.CANCELLING, Job.cancel_requested_at < limit)
-    for job in _some(session, stuck):
-        _end(session, job, Status.CANCELLED, at)
-    stale = and_(Job.status == Status.QUEUED, Job.expires_at <= at)
-    for job in _some(session, stale):
-        _end(session, job, Status.EXPIRED, at)
-    return _unheard(session, at)
-
-
-def counts(session: Session) -> dict[str, int]:
-    """Return how many jobs are in each state, of all tenants."""
-    rows = session.execute(select(Job.status, func.count()).group_by(Job.status))
-    found = {status.value: count for status, count in rows}
-    return {status.value: found.get(status.value, 0) for status in Status}
-
-
-def _some(session: Session, condition: ColumnElement[bool]) -> list[Job]:
-    return list(session.scalars(select(Job).where(condition).limit(SWEEP_LIMIT)))
-
-
-def _give_up(session: Session, job: Job, at: datetime) -> None:
-    if job.status is Status.CANCELLING:
-        _end(session, job, Status.CANCELLED, at)
-        return
-    still = and_(same(job), Job.lease_expires_at < at)
-    lost: Event = ("job.attempt_lost", {})
-    changes: dict[str, Any] = {"attempts_lost": job.attempts_lost + 1}
-    if job.attempts_lost + 1 >= settings().max_attempts:
-        failed: Event = ("job.failed", {"error": WORKER_LOST})
-        changes |= closing(Status.FAILED, at) | {"error": WORKER_LOST}
-        move(session, still, at, [lost, failed], **changes)
-    else:
-        # rung_at lies far back, so that this very sweep rings
-        changes |= waiting(at) | {"rung_at": datetime.fromtimestamp(0, UTC)}
-        move(session, still, at, [lost, ("job.queued", {})], **changes)
-
-
-def _end(session: Session, job: Job, status: Status, at: datetime) -> None:
-    event: Event = (f"job.{status.value}", {})
-    move(session, same(job), at, [event], **closing(status, at))
-
-
-def _unheard(session: Session, at: datetime) -> list[str]:
-    horizon = at - timedelta(seconds=settings().ring_s)
-    silent = and_(Job.status == Status.QUEUED, Job.rung_at < horizon)
-    oldest = select(Job.id).where(silent).order_by(Job.queued_at).limit(SWEEP_LIMIT)
-    ring = (
-        update(Job)
-        .where(Job.id.in_(oldest.scalar_subquery()), silent)
-        .values(rung_at=at)
-        .returning(Job.id)
-        .execution_options(synchronize_session=False)
-    )
-    return sorted(session.scalars(ring))
+# -- for operators -----------------------------------------------------------
 
 
 def _signal(job: Job | None) -> Signal:

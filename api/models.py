@@ -149,7 +149,7 @@ class Job(Base):
     summary: Mapped[dict[str, Any] | None]
     last_seq: Mapped[int] = mapped_column(default=0)
     progressed_at: Mapped[datetime | None]  # of the last progress event
-    rung_at: Mapped[datetime]
+    rung_at: Mapped[datetime]  # for versions before 0003; no longer read
     created_at: Mapped[datetime]
     queued_at: Mapped[datetime]
     started_at: Mapped[datetime | None]

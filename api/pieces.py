@@ -20,10 +20,11 @@ from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, u
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from api import jobs, storage
-from api.jobs import SWEEP_LIMIT, Signal
+from api import jobs, queue, storage, turns
+from api.jobs import Signal
 from api.models import FINAL, Base, Job, JobPiece, KeptResult, PieceState, Status
 from api.settings import settings
+from api.sweeps import LIMIT
 from api.transitions import Claim, now
 from optimizer.pieces import Piece
 from optimizer.spec import OptimizeSpec
@@ -208,10 +209,11 @@ def underway(session: Session, job_id: str, keys: Collection[str]) -> bool:
 def stay(session: Session, job_id: str) -> bool:
     """Return whether a helper without a piece should wait for one.
 
-    The job runs, and no other one waits for a worker.
+    The job runs, and no other one could start in its stead.
     """
-    queued = select(Job.id).where(Job.status == Status.QUEUED).limit(1)
-    return runs(session, job_id) and session.scalar(queued) is None
+    job = session.get_one(Job, job_id)
+    beside = [queue.name(job.hardware)]
+    return runs(session, job_id) and turns.waits(session, beside) is None
 
 
 def _claim(
@@ -274,14 +276,15 @@ def _helpable(at: datetime) -> ColumnElement[bool]:
 # -- for the sweep -------------------------------------------------------------
 
 
-def sweep(session: Session) -> list[str]:
-    """Forget what nobody wants, and return the jobs whose pieces wait for helpers."""
+def sweep(session: Session, queues: Collection[str]) -> list[Job]:
+    """Forget what nobody wants. Return jobs whose pieces wait for these workers."""
     over = select(Job.id).where(Job.status.in_(FINAL))
     session.execute(delete(JobPiece).where(JobPiece.job_id.in_(over)))
     evict(session)
-    ready = and_(Job.status == Status.RUNNING, _helpable(now(session)))
-    query = select(JobPiece.job_id).join(Job, Job.id == JobPiece.job_id).where(ready)
-    return sorted(session.scalars(query.distinct().limit(SWEEP_LIMIT)))
+    mine = and_(JobPiece.job_id == Job.id, _helpable(now(session)))
+    short = and_(Job.status == Status.RUNNING, exists().where(mine))
+    query = select(Job).where(short, turns.rung_in(queues)).order_by(Job.id)
+    return list(session.scalars(query.limit(LIMIT)))
 
 
 def evict(session: Session) -> None:
@@ -297,7 +300,7 @@ def evict(session: Session) -> None:
         select(KeptResult)
         .where(~unread)
         .order_by(KeptResult.last_used_at, KeptResult.key)
-        .limit(SWEEP_LIMIT)
+        .limit(LIMIT)
         .with_for_update(skip_locked=True)
     )
     for row in session.scalars(oldest):

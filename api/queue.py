@@ -10,6 +10,8 @@ from api.settings import settings
 if TYPE_CHECKING:
     from celery import Celery
 
+DEFAULT = "celery"  # Celery's own name for it
+HARDWARE = "hw."
 RUN_JOB = "precision.run_job"
 RUN_PIECES = "precision.run_pieces"
 PATIENCE_S = 2.0  # a caller waits for this, so no longer
@@ -31,21 +33,58 @@ def producer() -> "Celery":
     return app
 
 
-def ring(job_id: str) -> None:
+def name(hardware: str) -> str:
+    """Return the queue in which the bells of jobs for this device ring."""
+    own = hardware in settings().hardware_queues
+    return f"{HARDWARE}{hardware}" if own else DEFAULT
+
+
+def names() -> list[str]:
+    """Return every queue in which a bell may ring."""
+    return [DEFAULT, *map(name, settings().hardware_queues)]
+
+
+def hardware_of(queue: str) -> str | None:
+    """Return the device that a queue is for. None: for all that have none."""
+    return queue.removeprefix(HARDWARE) if queue.startswith(HARDWARE) else None
+
+
+def ring(job_id: str, hardware: str = "") -> None:
     """Tell a worker that `job_id` is queued. A broker that is away is not an error:
     the row is there, and the sweep rings again.
     """
-    _send(RUN_JOB, job_id)
+    _send(RUN_JOB, job_id, hardware)
 
 
-def ring_for_help(job_id: str) -> None:
+def ring_for_help(job_id: str, hardware: str = "") -> None:
     """Tell one more worker that pieces of a running job wait; see `ring`."""
-    _send(RUN_PIECES, job_id)
+    _send(RUN_PIECES, job_id, hardware)
 
 
-def _send(task: str, job_id: str) -> None:
+def rings(hardware: str) -> bool:
+    """Return whether a bell rings there already, which a free worker will hear.
+
+    False as well where the broker does not answer.
+    """
     try:
-        producer().send_task(task, args=[job_id], retry=False, ignore_result=True)
+        with producer().connection_for_write() as connection:
+            found = connection.default_channel.queue_declare(
+                queue=name(hardware), passive=True
+            )
+            return bool(found.message_count)
+    except Exception:  # no such queue yet, or whatever the transport raises
+        return False
+
+
+def _send(task: str, job_id: str, hardware: str) -> None:
+    try:
+        producer().send_task(
+            task,
+            args=[job_id],
+            queue=name(hardware),
+            retry=False,
+            ignore_result=True,
+        )
     except Exception as error:  # whatever the transport raises; the row is the truth
         log.warning("broker_unreachable", job_id=job_id, error=type(error).__name__)
 

@@ -26,7 +26,7 @@ def optimize(
     written = body.model_dump(mode="json", exclude_unset=True)
     with db.transaction() as session:
         view = views.job(jobs.submit(session, caller.tenant_id, spec, written))
-    queue.ring(view.id)  # after the commit: the worker must find the row
+    queue.ring(view.id, spec.hardware)  # after the commit: the worker must find the row
     request.app.state.metrics.note_job(spec.task, spec.hardware)
     response.headers["Location"] = view.links["self"]
     response.headers["Retry-After"] = str(views.POLL_AFTER_S)

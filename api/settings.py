@@ -40,12 +40,6 @@ def _host_or_network(value: str) -> str:
         ) from None
 
 
-def _split_at_commas(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    return [word for part in value.split(",") if (word := part.strip())]
-
-
 Seconds = Annotated[float, Field(gt=0, le=30 * DAY_S, allow_inf_nan=False)]
 File = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 Words = Annotated[list[str], NoDecode, BeforeValidator(_split_at_commas)]

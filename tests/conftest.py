@@ -114,7 +114,7 @@ def database(request: pytest.FixtureRequest) -> str:
 def bells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every job id that would have gone to the broker."""
     rung: list[str] = []
-    monkeypatch.setattr(queue, "ring", rung.append)
+    monkeypatch.setattr(queue, "ring", lambda job_id, hardware="": rung.append(job_id))
     return rung
 
 

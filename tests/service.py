@@ -24,7 +24,6 @@ FAST = {  # a lost worker is noticed in seconds
     "PRECISION_LEASE_S": "3",
     "PRECISION_BEAT_S": "0.5",
     "PRECISION_SWEEP_S": "0.5",
-    "PRECISION_RING_S": "1",
 }
 BODY: dict[str, Any] = {
     "model": "tiny",

@@ -14,9 +14,10 @@ import kombu
 from celery import Celery
 from celery.signals import worker_init, worker_process_init, worker_ready
 from celery.worker import state
+from kombu import Queue
 
-from api import jobs, pieces, queue
-from api.db import transaction
+from api import pieces, queue, sweeps, turns
+from api.db import reading, transaction
 from api.settings import settings
 from api.supervise import die_with
 from workers.beat import listen_for_stop
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 OLDEST = (5, 7)  # earlier ones stop consuming after a Redis reconnect
 PARENT = "PRECISION_WORKER_PID"
+QUEUES = "PRECISION_WORKER_QUEUES"
 CHILD_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -54,6 +56,9 @@ def create_app() -> Celery:
         task_serializer="json",
         accept_content=["json"],
         task_ignore_result=True,  # the row is the result
+        # What a worker without `-Q` takes; with it, others are made as they are named.
+        task_queues=[Queue(name, routing_key=name) for name in queue.names()],
+        task_default_queue=queue.DEFAULT,
         # One bell is one try: a job that kills its worker must not be delivered again.
         task_acks_late=True,
         task_acks_on_timeout=True,
@@ -83,9 +88,16 @@ app = create_app()
 
 
 @worker_init.connect
-def remember_parent(**_: Any) -> None:
-    """Tell the children, who inherit the environment, whose children they are."""
+def remember_parent(sender: Any, **_: Any) -> None:
+    """Tell the children, who inherit the environment, whose they are, and the queues."""
     os.environ[PARENT] = str(os.getpid())
+    os.environ[QUEUES] = ",".join(sender.app.amqp.queues.consume_from)
+
+
+def queues() -> list[str]:
+    """Return the queues that this worker listens to: it takes their jobs alone."""
+    named = os.environ.get(QUEUES)
+    return named.split(",") if named else queue.names()
 
 
 @worker_process_init.connect
@@ -103,22 +115,33 @@ def start_sweeper(**_: Any) -> None:
     threading.Thread(target=_sweep_forever, name="sweeper", daemon=True).start()
 
 
-def sweep() -> list[str]:
-    """Queue what stopped beating again, and ring for everything that waits.
+def sweep() -> None:
+    """Queue what stopped beating again, and ring for what waits.
 
-    A busy worker leaves the bell to those who are free: what it rings for, nobody
-    hears, and the bells would pile up.
+    A busy worker leaves the bell to those who are free.
     """
     with transaction() as session:
-        waiting = jobs.sweep(session)
+        sweeps.sweep(session)
     with transaction() as session:
-        short_of_hands = pieces.sweep(session)
-    if not state.active_requests:
-        for job_id in waiting:
-            queue.ring(job_id)
-        for job_id in short_of_hands:
-            queue.ring_for_help(job_id)
-    return waiting
+        short_of_hands = pieces.sweep(session, queues())
+    if state.active_requests:
+        return
+    ring_for_next()
+    for job in short_of_hands:
+        if not queue.rings(job.hardware):
+            queue.ring_for_help(job.id, job.hardware)
+
+
+def ring_for_next() -> None:
+    """Ring if a worker like this one could take a job, and no bell says so.
+
+    One is enough: whoever hears it rings on. So bells never pile up, and none is
+    missed for long: the sweep does this, too.
+    """
+    with reading() as session:
+        job = turns.waits(session, queues())
+    if job is not None and not queue.rings(job.hardware):
+        queue.ring(job.id, job.hardware)
 
 
 def _sweep_forever() -> None:

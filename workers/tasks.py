@@ -22,7 +22,7 @@ from optimizer import hardware
 from optimizer.errors import Cancelled, OptimizerError
 from optimizer.pieces import Compute, Pieces
 from optimizer.spec import OptimizeSpec
-from workers.app import app
+from workers.app import app, queues, ring_for_next
 from workers.beat import Beat, Progress
 from workers.pieces import Shared, assist
 
@@ -44,12 +44,23 @@ Document = dict[str, Any]
 
 @app.task(name=RUN_JOB)
 def run_job(job_id: str) -> None:
-    """Run one job to its end. Safe to call twice: the second finds it taken."""
+    """Run the job whose turn it is to its end; `job_id` is the one that rang.
+
+    Safe to call twice: the second finds it taken.
+    """
     with transaction() as session:
-        claim = jobs.claim(session, job_id, _name())
+        claim = jobs.claim_next(session, _name(), queues())
     if claim is None:
-        logger.info("job %s is taken or finished", job_id)
+        logger.info("job %s is taken, finished, or has to wait", job_id)
         return
+    ring_for_next()  # others may be free
+    try:
+        _run(claim)
+    finally:
+        ring_for_next()  # its tenant may run one more now
+
+
+def _run(claim: Claim) -> None:
     meter = Meter()
     with Beat(claim) as beat:
         try:
@@ -58,7 +69,7 @@ def run_job(job_id: str) -> None:
         except Cancelled:
             _close(claim, lambda session: False)
         except Exception as error:
-            logger.exception("job %s failed in %s", job_id, meter.phase)
+            logger.exception("job %s failed in %s", claim.job_id, meter.phase)
             problem = explain(error, meter.phase)
             _close(claim, lambda session: jobs.fail(session, claim, problem))
 

@@ -10,7 +10,7 @@ from threading import Barrier
 import pytest
 from sqlalchemy import func, select, update
 
-from api import auth, jobs, pieces, settings
+from api import auth, jobs, pieces, queue, settings
 from api.db import reading, transaction
 from api.jobs import Signal
 from api.models import JobPiece, KeptResult
@@ -115,7 +115,7 @@ def silence(claim: PieceClaim) -> None:
 
 def sweep() -> list[str]:
     with transaction() as session:
-        return pieces.sweep(session)
+        return [job.id for job in pieces.sweep(session, queue.names())]
 
 
 # Results

@@ -33,3 +33,24 @@ def test_help_is_asked_for_by_another_name() -> None:
         message = connection.SimpleQueue("celery").get(timeout=1)
     assert message.headers["task"] == queue.RUN_PIECES
     assert message.payload[0] == ["job_1"]
+
+
+def test_bells_of_a_device_with_workers_of_its_own_ring_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PRECISION_HARDWARE_QUEUES", "h100")
+    settings.settings.cache_clear()
+    assert queue.names() == ["celery", "hw.h100"]
+    assert not queue.rings("h100")
+    queue.ring("job_1", "h100")
+    assert queue.rings("h100")
+    assert not queue.rings("l4")
+    with queue.producer().connection_for_read() as connection:
+        assert connection.SimpleQueue("hw.h100").get(timeout=1).payload[0] == ["job_1"]
+
+
+def test_a_broker_that_is_away_has_no_bells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRECISION_BROKER_URL", "redis://127.0.0.1:1/0")
+    settings.settings.cache_clear()
+    queue.producer.cache_clear()
+    assert not queue.rings("h100")

@@ -58,7 +58,9 @@ def quick(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every job that help was asked for."""
     rung: list[str] = []
-    monkeypatch.setattr(queue, "ring_for_help", rung.append)
+    monkeypatch.setattr(
+        queue, "ring_for_help", lambda job_id, hardware="": rung.append(job_id)
+    )
     return rung
 
 
@@ -353,7 +355,7 @@ def killed_helper(job_id: str, started: Path) -> None:
 
         return compute
 
-    queue.ring_for_help = lambda job_id: None  # nobody else is there
+    queue.ring_for_help = lambda job_id, hardware="": None  # nobody else is there
     assist(job_id, f"helper:{os.getpid()}", make)
 
 

@@ -1,0 +1,65 @@
+"""What nobody does at once: bury the dead, let go of what waited too long.
+
+Many sweeps may run at once: each row is moved by one of them. Callers commit
+(`db.transaction`), and time is the database's.
+"""
+
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, select
+from sqlalchemy.orm import Session
+
+from api import turns
+from api.models import HELD, Job, Status
+from api.settings import settings
+from api.transitions import Event, closing, move, now, same, waiting
+
+LIMIT = 200  # rows per pass and kind; the rest waits for the next pass
+
+WORKER_LOST = {
+    "code": "worker_lost",
+    "category": "platform",
+    "retryable": True,
+    "message": "every worker that took this job stopped answering, or ran out of "
+    "memory; send the request again, or try a smaller model",
+}
+
+
+def sweep(session: Session) -> None:
+    """Queue again, or end, what stopped beating, stopping or waiting in time."""
+    at = now(session)
+    overdue = and_(Job.status.in_(HELD), Job.lease_expires_at < at)
+    for job in _some(session, overdue):
+        _give_up(session, job, at)
+    limit = at - timedelta(seconds=settings().cancel_limit_s)
+    stuck = and_(Job.status == Status.CANCELLING, Job.cancel_requested_at < limit)
+    for job in _some(session, stuck):
+        _end(session, job, Status.CANCELLED, at)
+    for job in _some(session, and_(Job.status == Status.QUEUED, turns.late(at))):
+        _end(session, job, Status.EXPIRED, at)
+
+
+def _some(session: Session, condition: ColumnElement[bool]) -> list[Job]:
+    return list(session.scalars(select(Job).where(condition).limit(LIMIT)))
+
+
+def _give_up(session: Session, job: Job, at: datetime) -> None:
+    if job.status is Status.CANCELLING:
+        _end(session, job, Status.CANCELLED, at)
+        return
+    still = and_(same(job), Job.lease_expires_at < at)
+    lost: Event = ("job.attempt_lost", {})
+    changes: dict[str, Any] = {"attempts_lost": job.attempts_lost + 1}
+    if job.attempts_lost + 1 >= settings().max_attempts:
+        failed: Event = ("job.failed", {"error": WORKER_LOST})
+        changes |= closing(Status.FAILED, at) | {"error": WORKER_LOST}
+        move(session, still, at, [lost, failed], **changes)
+    else:
+        changes |= waiting(at)
+        move(session, still, at, [lost, ("job.queued", {})], **changes)
+
+
+def _end(session: Session, job: Job, status: Status, at: datetime) -> None:
+    event: Event = (f"job.{status.value}", {})
+    move(session, same(job), at, [event], **closing(status, at))
