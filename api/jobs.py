@@ -214,6 +214,13 @@ def progress(
     return Signal.OK
 
 
+def warn(session: Session, claim: Claim, code: str, message: str) -> bool:
+    """Tell the owner what the job went through. False: the claim is void."""
+    running = holds(claim, Status.RUNNING, Status.FINALIZING)
+    event: Event = ("job.warning", {"code": code, "message": message})
+    return move(session, running, now(session), [event]) is not None
+
+
 def finalize(session: Session, claim: Claim) -> bool:
     """Enter the last stretch: artifacts are being stored. False: the claim is void."""
     at = now(session)

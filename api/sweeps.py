@@ -13,7 +13,16 @@ from sqlalchemy.orm import Session
 from api import turns
 from api.models import HELD, Job, Status
 from api.settings import settings
-from api.transitions import Event, closing, move, now, same, waiting
+from api.transitions import (
+    Claim,
+    Event,
+    closing,
+    holds,
+    move,
+    now,
+    same,
+    waiting,
+)
 
 LIMIT = 200  # rows per pass and kind; the rest waits for the next pass
 
@@ -31,7 +40,7 @@ def sweep(session: Session) -> None:
     at = now(session)
     overdue = and_(Job.status.in_(HELD), Job.lease_expires_at < at)
     for job in _some(session, overdue):
-        _give_up(session, job, at)
+        _give_up(session, job, at, and_(same(job), Job.lease_expires_at < at))
     limit = at - timedelta(seconds=settings().cancel_limit_s)
     stuck = and_(Job.status == Status.CANCELLING, Job.cancel_requested_at < limit)
     for job in _some(session, stuck):
@@ -40,15 +49,25 @@ def sweep(session: Session) -> None:
         _end(session, job, Status.EXPIRED, at)
 
 
+def lost(session: Session, claim: Claim) -> bool:
+    """Give an attempt up at once: its process ended without a word. False: it is void."""
+    job = session.scalar(select(Job).where(holds(claim, *HELD)))
+    if job is None:
+        return False
+    _give_up(session, job, now(session), same(job))
+    return True
+
+
 def _some(session: Session, condition: ColumnElement[bool]) -> list[Job]:
     return list(session.scalars(select(Job).where(condition).limit(LIMIT)))
 
 
-def _give_up(session: Session, job: Job, at: datetime) -> None:
+def _give_up(
+    session: Session, job: Job, at: datetime, still: ColumnElement[bool]
+) -> None:
     if job.status is Status.CANCELLING:
         _end(session, job, Status.CANCELLED, at)
         return
-    still = and_(same(job), Job.lease_expires_at < at)
     lost: Event = ("job.attempt_lost", {})
     changes: dict[str, Any] = {"attempts_lost": job.attempts_lost + 1}
     if job.attempts_lost + 1 >= settings().max_attempts:
