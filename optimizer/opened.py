@@ -4,17 +4,13 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
-import psutil
-
-from optimizer import stream, tokens
+from optimizer import memory, stream, tokens
 from optimizer.execute import WeightCodes
 from optimizer.model import LoadedModel, load
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import ModelShape
 from optimizer.tokens import Tokens
 from optimizer.walk import Activations, Told
-
-RESIDENT_SHARE = 0.4  # of the memory at hand: a larger model is streamed
 
 
 class Opened:
@@ -40,7 +36,7 @@ class Opened:
         """The model, in memory or streamed from its files."""
         room = self.memory_bytes
         if room is None:
-            room = int(RESIDENT_SHARE * psutil.virtual_memory().available)
+            room = memory.resident_bytes()
         if 4 * self.outline.shape.parameters > room:
             model = self._streamed()
         else:

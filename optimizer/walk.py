@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optimizer import memory
 from optimizer.execute import Reference
 from optimizer.model import LoadedModel
 
-BUDGET_BYTES = 1 << 30  # of hidden states in memory; what is more lies in a file
 Key = tuple[int, int]  # stage, sequence
 Told = Callable[[int, int], None]  # done, planned
 
@@ -34,7 +34,7 @@ class Activations:
     The file has no name, so nothing of it is left behind, whatever ends the process.
     """
 
-    budget_bytes: int = BUDGET_BYTES
+    budget_bytes: int = field(default_factory=memory.activations_bytes)
     _held: dict[Key, Tensor] = field(default_factory=dict)
     _bytes: int = 0
     _file: IO[bytes] | None = None
