@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import pytest
 from fastapi.testclient import TestClient
+from kombu.transport import memory
 from sqlalchemy import URL, create_engine, make_url, text
 
 from api import auth, db, queue, secret, settings, storage
@@ -19,6 +20,7 @@ def _forget() -> None:
     db.close()
     settings.settings.cache_clear()
     queue.producer.cache_clear()
+    memory.Channel.queues.clear()  # the bells of `memory://` are the whole process's
     secret.key.cache_clear()
     storage.store.cache_clear()
 
