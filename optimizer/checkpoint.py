@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from optimizer.config_rules import refuse_requests
 from optimizer.errors import ModelError
 from optimizer.folder import INDEX, inside, read_json, refuse_links_out, tensors
 from optimizer.quantized import (
@@ -59,7 +60,14 @@ SMALL_FILES = (
     "chat_template.jinja",
     INDEX,
 )
+OTHER_JSON = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 MAX_CONFIG_BYTES = 1 << 20
+MAX_OTHER_BYTES = 8 << 20  # Gemma 3 lists 6,000 tokens in its 1.1 MB
+MAX_TOKENIZER_BYTES = 64 << 20  # the largest we know has 35 MB
 READ_BYTES = 8 << 20
 # Sizes under the names that the architectures give them.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
@@ -118,6 +126,7 @@ def inspect(folder: Path) -> Checkpoint:
     config = _config(folder)
     architecture = _architecture(config)
     _require_tokenizer(folder)
+    _check_other_json(folder)
     found, said = tensors(folder)
     code_scales = scales(found, config)
     others = beside(found, code_scales)
@@ -200,7 +209,7 @@ def fingerprint(
 
 def _config(folder: Path) -> dict[str, Any]:
     config = read_json(folder, CONFIG, MAX_CONFIG_BYTES)
-    _refuse_remote_code(config, CONFIG)
+    refuse_requests(config, CONFIG)
     refuse_unreadable_method(config, CONFIG)
     if "transformers_weights" in config:  # would load other files than those judged
         raise ModelError(
@@ -212,14 +221,6 @@ def _config(folder: Path) -> dict[str, Any]:
             "(merge_and_unload) and give the merged folder"
         )
     return config
-
-
-def _refuse_remote_code(config: Mapping[str, Any], name: str) -> None:
-    if "auto_map" in config:
-        raise ModelError(
-            f"{name} has an auto_map: code that comes with a model is never run. If "
-            "transformers itself has this architecture, remove auto_map"
-        )
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -250,10 +251,17 @@ def _require_tokenizer(folder: Path) -> None:
             f"{TOKENIZER} is missing{other}: write one with transformers, "
             "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         )
-    inside(folder, TOKENIZER)
-    if (folder / "tokenizer_config.json").exists():
-        name = "tokenizer_config.json"
-        _refuse_remote_code(read_json(folder, name, MAX_CONFIG_BYTES), name)
+    if (size := inside(folder, TOKENIZER).stat().st_size) > MAX_TOKENIZER_BYTES:
+        raise ModelError(
+            f"{TOKENIZER} has {size} bytes, the limit is {MAX_TOKENIZER_BYTES}"
+        )
+
+
+def _check_other_json(folder: Path) -> None:
+    """Read what libraries will read beside the config, where it is there."""
+    for name in OTHER_JSON:
+        if (folder / name).exists():
+            refuse_requests(read_json(folder, name, MAX_OTHER_BYTES), name)
 
 
 # --- weights against the config --------------------------------------------------

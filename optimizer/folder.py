@@ -8,14 +8,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from optimizer import strict_json
 from optimizer.errors import ModelError
-from optimizer.weights import StoredTensor, read_header, strict_json
+from optimizer.weights import StoredTensor, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
 MAX_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 1_000
+MAX_OBJECTS = 20_000  # lists and objects of one JSON file; braces of chat templates too
+MAX_VALUES = 400_000  # an index has two for each tensor
 SAVE_OR_COPY = "Copy all files of one of them, or save the model again"
 
 Tensors = dict[str, StoredTensor]
@@ -44,9 +47,20 @@ def read_json(folder: Path, name: str, max_bytes: int) -> dict[str, Any]:
     if (size := path.stat().st_size) > max_bytes:
         raise ModelError(f"{name} has {size} bytes, the limit is {max_bytes}")
     try:
-        return strict_json(path.read_bytes())
+        content = path.read_bytes()
+        _refuse_bombs(content)
+        return strict_json.parse(content)
     except ValueError as error:
         raise ModelError(f"{name} cannot be read: {error}") from None
+
+
+def _refuse_bombs(content: bytes) -> None:
+    """Count before parsing: a million empty lists would take 64 bytes for each two."""
+    lists_and_objects = content.count(b"[") + content.count(b"{")
+    if lists_and_objects > MAX_OBJECTS or content.count(b",") > MAX_VALUES:
+        raise ValueError(
+            f"more than {MAX_OBJECTS} lists and objects, or {MAX_VALUES} values"
+        )
 
 
 def tensors(folder: Path) -> tuple[Tensors, tuple[str, ...]]:

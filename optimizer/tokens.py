@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from optimizer import datasets
+from optimizer import datasets, strict_json
 from optimizer.checkpoint import TOKENIZER
 from optimizer.errors import DatasetError, ModelError
-from optimizer.weights import strict_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -65,7 +64,7 @@ def _config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return strict_json(file.read_bytes())
+        return strict_json.parse(file.read_bytes())
     except ValueError as error:
         raise ModelError(f"{file.name} cannot be read: {error}") from None
 

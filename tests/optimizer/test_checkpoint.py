@@ -177,6 +177,22 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "other model type": ({"model_type": "evil"}, "model_type is 'evil'"),
     "remote code": ({"auto_map": {"AutoModel": "x.X"}}, "auto_map.*never run"),
     "empty remote code": ({"auto_map": {}}, "auto_map.*never run"),
+    "remote code of a part": (
+        {"text_config": {"deeper": [{"auto_map": {"AutoModel": "x.X"}}]}},
+        "auto_map.*never run",
+    ),
+    "a pipeline": ({"custom_pipelines": {"x": {"impl": "x.X"}}}, "custom_pipelines"),
+    "trusted code": ({"trust_remote_code": True}, "says trust_remote_code"),
+    "kernels from a hub": (
+        {"_attn_implementation": "somebody/kernels"},
+        "_attn_implementation 'somebody/kernels'.*never",
+    ),
+    "kernels by part": ({"attn_implementation": {"text": "a/b"}}, "never loaded"),
+    "too deep": (
+        {"a": json.loads("[" * 40 + "]" * 40)},
+        "nested more than 16 levels",
+    ),
+    "too many lists": ({"a": [[] for _ in range(30_000)]}, "lists and objects"),
     "redirected weights": ({"transformers_weights": "x.safetensors"}, "redirects"),
 }
 
@@ -186,6 +202,33 @@ def test_config_is_refused(folder: Path, kind: str) -> None:
     changes, message = CONFIGS[kind]
     write_config(folder, **changes)
     with pytest.raises(ModelError, match=message):
+        inspect(folder)
+
+
+def test_words_of_older_configs_are_no_requests(folder: Path) -> None:
+    write_config(
+        folder,
+        _attn_implementation="sdpa",
+        _attn_implementation_autoset=True,
+        trust_remote_code=False,
+    )
+    assert inspect(folder).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json"])
+def test_other_json_is_judged_as_the_config_is(folder: Path, name: str) -> None:
+    (folder / name).write_text('{"custom_generate": "x", "a": 1}')
+    with pytest.raises(ModelError, match=f"{name} has a custom_generate"):
+        inspect(folder)
+    (folder / name).write_text('{"a": 1, "a": 2}')
+    with pytest.raises(ModelError, match=f"{name} cannot be read: the key 'a' comes"):
+        inspect(folder)
+
+
+def test_a_tokenizer_of_gigabytes_is_refused(folder: Path) -> None:
+    with (folder / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 30)  # sparse: takes no disk
+    with pytest.raises(ModelError, match=r"tokenizer\.json has 1073741824 bytes"):
         inspect(folder)
 
 

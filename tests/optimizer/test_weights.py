@@ -51,9 +51,10 @@ CRAFTED: dict[str, tuple[bytes, str]] = {
 HEADERS: dict[str, tuple[object, int, str]] = {
     "not an object": (b"[1, 2]", 0, "does not begin with {"),
     "leading space": (b" {}", 0, "does not begin with {"),
-    "bad JSON": (b'{"a": ', 0, "Expecting value"),
+    "bad JSON": (b'{"a": ', 0, "not a flat JSON object"),
+    "no JSON": (b"{junk", 0, "not JSON: no name at byte 1"),
     "not UTF-8": (b'{"\xff": 1}', 0, "can't decode byte"),
-    "nested a million deep": (b'{"a":' + b"[" * 1_000_000, 0, "nested too deeply"),
+    "nested a million deep": (b'{"a":' + b"[" * 1_000_000, 0, "not a flat"),
     "duplicate tensor": (
         b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
         b'"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
@@ -84,7 +85,7 @@ HEADERS: dict[str, tuple[object, int, str]] = {
     "shape of booleans": ({"a": entry("U8", [True], 0, 1)}, 1, "something else than"),
     "fractional shape": ({"a": entry("U8", [1.0], 0, 1)}, 1, "something else than"),
     "rank of nine": ({"a": entry("U8", [1] * 9, 0, 1)}, 1, "at most 8 numbers"),
-    "rank of a million": ({"a": entry("U8", [1] * 10**6, 0, 1)}, 1, "at most 8"),
+    "rank of a million": ({"a": entry("U8", [1] * 10**6, 0, 1)}, 1, "at most 4096"),
     "size that does not fit": ({"a": entry("F32", [3], 0, 16)}, 16, "has 16 bytes"),
     "three offsets": (
         {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}},
@@ -92,7 +93,7 @@ HEADERS: dict[str, tuple[object, int, str]] = {
         "not two numbers",
     ),
     "missing dtype": ({"a": {"shape": [1], "data_offsets": [0, 1]}}, 1, "needs dtype"),
-    "tensor that is a number": ({"a": 1}, 0, "needs dtype"),
+    "tensor that is a number": ({"a": 1}, 0, "not a flat JSON object"),
     "unknown dtype": ({"a": entry("C64", [1], 0, 8)}, 8, "unknown dtype 'C64'"),
     "dtype that is a list": (
         {"a": {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}},
