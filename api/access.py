@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from api import auth, db, scopes
+from api.callers import verified
 from api.errors import InsufficientScope
 
 _bearer = HTTPBearer(auto_error=False, scheme_name="api_key", bearerFormat="po_live_…")
@@ -25,7 +26,7 @@ async def authenticate(
     Raises Unauthenticated or InsufficientScope.
     """
     token = auth.token_in(request.headers.get("authorization"))
-    caller = auth.verified.get(token)
+    caller = verified.get(token)
     if caller is None:
         caller = await run_in_threadpool(_prove, token)
     required = scopes.needed(request.scope["route"].name)
@@ -44,5 +45,5 @@ def _prove(token: str) -> auth.Caller:
     if proof.stale:
         with db.transaction() as session:
             auth.touch(session, proof.caller)
-    auth.verified.put(token, proof)
+    verified.put(token, proof)
     return proof.caller

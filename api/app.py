@@ -16,6 +16,7 @@ from api import (
     formats,
     hardware,
     health,
+    key_routes,
     listings,
     openapi,
     problems,
@@ -62,7 +63,16 @@ def create_app() -> FastAPI:
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(Versions)
     app.add_middleware(Envelope, metrics=app.state.metrics)  # the last is outermost
-    for part in (routes, results, estimate, hardware, formats, listings, health):
+    for part in (
+        routes,
+        results,
+        estimate,
+        hardware,
+        formats,
+        listings,
+        key_routes,
+        health,
+    ):
         app.include_router(part.router)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     return app

@@ -10,79 +10,30 @@ import hmac
 import re
 import secrets
 import string
-import threading
-import time
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from api import scopes
-from api.errors import NotFound, Unauthenticated
+from api import cursors, scopes, tenants
+from api.callers import Caller, Proof, verified
+from api.errors import KeyEnded, LastAdminKey, NotFound, Unauthenticated
+from api.etags import require_match
 from api.models import ApiKey, Tenant, now
+from api.settings import settings
 from api.tenants import named as tenant_named
 
-__all__ = ["Caller", "create_key", "tenant_named", "verified", "verify"]
+__all__ = ["Caller", "create_key", "tenant_named", "verify"]
 
 BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
-KEY = re.compile(r"(po_live_([0-9A-Za-z]{8})_[0-9A-Za-z]{32})_([0-9A-Za-z]{6})")
+KEY = re.compile(
+    r"(po_(?:live|test)_([0-9A-Za-z]{8})_[0-9A-Za-z]{32})_([0-9A-Za-z]{6})"
+)
 BEARER = re.compile(r"Bearer +(\S+)", re.IGNORECASE)
 USED_EVERY = timedelta(minutes=1)  # `last_used_at` is this coarse: reads stay reads
-KEPT_S = 5.0  # so long may a revoked key still work in a process that knew it
-MAX_KEPT = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who sent a request, proven by a key or by a portal's token."""
-
-    tenant_id: str
-    actor: str  # a key's id, or "oidc:" and a token's subject
-    kind: str  # personal, service
-    scopes: frozenset[str]  # all that the words on the key stand for
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """A caller, and what else the row said."""
-
-    caller: Caller
-    expires_at: datetime | None
-    stale: bool  # `last_used_at` should be written again
-
-
-class Verified:
-    """Callers proven in the last seconds, by the digest of what they showed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[bytes, tuple[float, Caller]] = {}
-
-    def get(self, token: str) -> Caller | None:
-        """Return who showed this token moments ago."""
-        kept = self._kept.get(_digest(token))
-        return kept[1] if kept and time.monotonic() < kept[0] else None
-
-    def put(self, token: str, proof: Proof) -> None:
-        """Remember a proof for `KEPT_S`, and no longer than it is good."""
-        good_s = KEPT_S
-        if proof.expires_at is not None:
-            good_s = min(good_s, (proof.expires_at - now()).total_seconds())
-        with self._lock:
-            while len(self._kept) >= MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[_digest(token)] = time.monotonic() + good_s, proof.caller
-
-    def clear(self) -> None:
-        """Forget all: a key has changed."""
-        with self._lock:
-            self._kept.clear()
-
-
-verified = Verified()
 
 
 def create_key(
@@ -95,17 +46,21 @@ def create_key(
 ) -> str:
     """Return a new key, which nobody can show again. The tenant is made if need be."""
     owner = tenant_named(session, tenant)
-    kid, secret = _random(8), _random(32)
-    key = _sealed(f"po_live_{kid}_{secret}")
     row = ApiKey(
-        kid=kid,
-        sha256=_sha256(key),
         tenant_id=owner.id,
         name=name,
         kind=kind,
-        scopes=list(words),
+        scopes=sorted(set(words)),
         expires_at=expires_at,
     )
+    return add(session, row)
+
+
+def add(session: Session, row: ApiKey) -> str:
+    """Give a row its id and its hash, store it and return the key."""
+    row.kid, secret = _random(8), _random(32)
+    key = _sealed(f"po_{settings().key_mode}_{row.kid}_{secret}")
+    row.sha256 = _sha256(key)
     session.add(row)
     session.flush()
     return key
@@ -140,7 +95,7 @@ def prove(session: Session, key: str) -> Proof:
     row = session.get(ApiKey, match[2])
     stored = row.sha256 if row else ""
     same = hmac.compare_digest(stored, _sha256(match[0]))  # a miss takes as long
-    if row is None or not same or not _is_live(row):
+    if row is None or not same or not is_live(row):
         raise Unauthenticated()
     held = scopes.expand(row.scopes)
     caller = Caller(row.tenant_id, row.kid, row.kind, held)
@@ -153,18 +108,133 @@ def touch(session: Session, caller: Caller) -> None:
     session.execute(used)
 
 
+# -- for a tenant's admin ------------------------------------------------------
+
+
+def page(
+    session: Session, tenant_id: str, limit: int, after: str | None = None
+) -> tuple[list[ApiKey], str | None]:
+    """Return a tenant's keys by id, and the cursor of the next page."""
+    query = select(ApiKey).where(ApiKey.tenant_id == tenant_id)
+    kind = f"api_keys:{tenant_id}"
+    return cursors.page(session, query, ApiKey.kid, kind, limit, after, ascending=True)
+
+
+def get(session: Session, tenant_id: str, kid: str) -> ApiKey:
+    """Return the tenant's key. Raises NotFound, also for another tenant's."""
+    query = select(ApiKey).where(ApiKey.kid == kid, ApiKey.tenant_id == tenant_id)
+    row = session.scalar(query)
+    if row is None:
+        raise NotFound(f"no key {kid[:16]}")
+    return row
+
+
+def change(
+    session: Session,
+    tenant_id: str,
+    kid: str,
+    if_match: str | None,
+    changes: dict[str, Any],
+) -> ApiKey:
+    """Change name, scopes or end of a key that is as the caller read it.
+
+    Raises NotFound, KeyEnded, PreconditionRequired, PreconditionFailed or
+    LastAdminKey.
+    """
+    tenants.lock(session, tenant_id)
+    row = get(session, tenant_id, kid)
+    _require_live(row)
+    require_match(if_match, row.version)
+    if scopes.ADMIN not in changes.get("scopes", [scopes.ADMIN]):
+        _require_other_admin(session, row)
+    for column, value in changes.items():
+        setattr(row, column, value)
+    row.version += 1
+    session.flush()
+    verified.clear()
+    return row
+
+
+def rotate(
+    session: Session, tenant_id: str, kid: str, overlap: timedelta
+) -> tuple[ApiKey, str, ApiKey]:
+    """Return a new key like this one, its text, and the old one, which ends soon.
+
+    The new one lives as long as the old one was meant to. Raises NotFound or KeyEnded.
+    """
+    tenants.lock(session, tenant_id)
+    old, at = get(session, tenant_id, kid), now()
+    _require_live(old)
+    life = old.expires_at and old.expires_at - old.created_at
+    new = ApiKey(
+        tenant_id=tenant_id,
+        name=old.name,
+        kind=old.kind,
+        scopes=old.scopes,
+        expires_at=life and at + life,
+    )
+    key = add(session, new)
+    ends = at + overlap
+    old.expires_at = min(old.expires_at or ends, ends)
+    old.version += 1
+    session.flush()
+    verified.clear()
+    return new, key, old
+
+
+def revoke_own(session: Session, tenant_id: str, kid: str) -> bool:
+    """Make a tenant's key worthless. False: it was. Raises NotFound, LastAdminKey."""
+    tenants.lock(session, tenant_id)
+    row = get(session, tenant_id, kid)
+    if row.revoked_at is not None:
+        return False
+    _require_other_admin(session, row)
+    revoke(session, kid)
+    return True
+
+
+def _require_live(row: ApiKey) -> None:
+    if not is_live(row):
+        raise KeyEnded(status(row))
+
+
+def _require_other_admin(session: Session, row: ApiKey) -> None:
+    """Raise LastAdminKey where only this key could still make others."""
+    if not _administers(row):
+        return
+    others = select(ApiKey).where(
+        ApiKey.tenant_id == row.tenant_id, ApiKey.kid != row.kid
+    )
+    if not any(_administers(other) for other in session.scalars(others)):
+        raise LastAdminKey()
+
+
+def _administers(row: ApiKey) -> bool:
+    return is_live(row) and scopes.ADMIN in (row.scopes or [])
+
+
+# -- for the operator ----------------------------------------------------------
+
+
 def grant(session: Session, kid: str) -> None:
     """Let a key of before scopes do everything: its file is the operator's own."""
     older = update(ApiKey).where(ApiKey.kid == kid, ApiKey.scopes.is_(None))
     session.execute(older.values(scopes=[scopes.ADMIN]))
 
 
-def revoke(session: Session, kid: str) -> ApiKey:
-    """Make a key worthless from now on. Raises NotFound."""
+def by_id(session: Session, kid: str) -> ApiKey:
+    """Return any tenant's key. Raises NotFound."""
     row = session.get(ApiKey, kid)
     if row is None:
         raise NotFound(f"no key {kid[:16]}")
+    return row
+
+
+def revoke(session: Session, kid: str) -> ApiKey:
+    """Make a key worthless from now on. Raises NotFound."""
+    row = by_id(session, kid)
     row.revoked_at = row.revoked_at or now()
+    row.version += 1
     session.flush()
     verified.clear()
     return row
@@ -173,13 +243,21 @@ def revoke(session: Session, kid: str) -> ApiKey:
 def keys(session: Session) -> list[tuple[ApiKey, str]]:
     """Return every key with the name of its tenant, oldest first."""
     query = select(ApiKey, Tenant.name).join(Tenant, Tenant.id == ApiKey.tenant_id)
-    return [
-        (key, name) for key, name in session.execute(query.order_by(ApiKey.created_at))
-    ]
+    rows = session.execute(query.order_by(ApiKey.created_at))
+    return [(key, name) for key, name in rows]
 
 
-def _is_live(row: ApiKey) -> bool:
-    return row.revoked_at is None and (row.expires_at is None or row.expires_at > now())
+def is_live(row: ApiKey) -> bool:
+    """Say whether a key works now."""
+    return status(row) == "active"
+
+
+def status(row: ApiKey) -> str:
+    """Return active, expired or revoked."""
+    if row.revoked_at is not None:
+        return "revoked"
+    ended = row.expires_at is not None and row.expires_at <= now()
+    return "expired" if ended else "active"
 
 
 def _random(length: int) -> str:
@@ -197,10 +275,6 @@ def _sealed(text: str) -> str:
 
 def _sha256(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
 def _is_stale(used_at: datetime | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from api import console, estimate_cli, lookup, measure, operate
+from api import console, estimate_cli, keys_cli, lookup, measure, operate
 from api.client import Client, ClientError
 from api.operate import DataDir, OperateError
 from api.options import AsJson, Key, Url, connect, dumps, emit, seconds
@@ -35,7 +35,8 @@ models = typer.Typer(no_args_is_help=True, help="The models that the service kno
 app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")
 app.add_typer(lookup.hardware, name="hardware")
-app.add_typer(operate.keys, name="keys")
+app.add_typer(keys_cli.keys, name="keys")
+app.add_typer(keys_cli.tenants, name="tenants")
 lookup.hardware.command("profile")(measure.profile)
 # A negative number is not an option.
 app.command("bits", context_settings={"ignore_unknown_options": True})(

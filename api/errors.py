@@ -11,12 +11,16 @@
   * NotFinal              409  not_final
   * InvalidState          409  invalid_state
   * NameTaken             409  name_taken
+  * KeyEnded              409  invalid_state
+  * LastAdminKey          409  last_admin_key
   * Gone                  410  artifact_expired
+  * PreconditionFailed    412  precondition_failed
   * BodyTooLarge          413  body_too_large
   * UnsupportedMediaType  415  unsupported_media_type
   * RangeNotSatisfiable   416  range_not_satisfiable
   * Invalid               422  validation_error, or what the field is about
   * QuotaExceeded         429  quota_exceeded
+  * PreconditionRequired  428  precondition_required
   * Unavailable           503  overloaded
 """
 
@@ -146,12 +150,48 @@ class NameTaken(APIError):
     title = "The name is taken"
 
 
+class KeyEnded(APIError):
+    """The key was revoked, or has expired: it comes back in no way."""
+
+    status = 409
+    code = "invalid_state"
+    title = "The key has ended"
+
+    def __init__(self, status: str) -> None:
+        super().__init__(f"the key is {status}: make a new one", current_status=status)
+
+
+class LastAdminKey(APIError):
+    """Without this key nobody of the tenant could make another."""
+
+    status = 409
+    code = "last_admin_key"
+    title = "It is the last key with the scope admin"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "it is the tenant's last key with the scope admin: make another first, or "
+            "have the operator do it with 'precision keys'"
+        )
+
+
 class Gone(APIError):
     """The file was published, and its bytes have been deleted since."""
 
     status = 410
     code = "artifact_expired"
     title = "The file is gone"
+
+
+class PreconditionFailed(APIError):
+    """The thing has changed since the caller read it."""
+
+    status = 412
+    code = "precondition_failed"
+    title = "It has changed meanwhile"
+
+    def __init__(self) -> None:
+        super().__init__("it has changed: read it again, and send its ETag now")
 
 
 class BodyTooLarge(APIError):
@@ -243,6 +283,17 @@ class QuotaExceeded(APIError):
             limit=limit,
         )
         self.extensions["violated-policies"] = [policy]
+
+
+class PreconditionRequired(APIError):
+    """An edit must say which version it edits: two at once would lose one."""
+
+    status = 428
+    code = "precondition_required"
+    title = "If-Match is needed"
+
+    def __init__(self) -> None:
+        super().__init__("send 'If-Match:' with the ETag that reading it gave")
 
 
 class Unavailable(APIError):

@@ -1,4 +1,4 @@
-"""Commands for whoever runs the service: `serve`, `demo`, `keys`. They need its data."""
+"""Commands for whoever runs the service: `serve`, `demo`. They need its data."""
 
 import json
 import os
@@ -32,10 +32,6 @@ DataDir = Annotated[
     typer.Option(envvar="PRECISION_DATA_DIR", help="Where the service keeps its data."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
-
-keys = typer.Typer(
-    no_args_is_help=True, help="API keys, in the database of --data-dir."
-)
 
 
 class OperateError(Exception):
@@ -162,67 +158,8 @@ def _wait_for_address(
         time.sleep(0.1)
 
 
-@keys.command("create")
-def create_key(
-    name: Annotated[str, typer.Option(help="What the key is for.")] = "key",
-    tenant: Annotated[str, typer.Option(help="Whose jobs it sees.")] = "default",
-    as_json: AsJson = False,
-    data_dir: DataDir = DATA_DIR,
-) -> None:
-    """Print a new key. It is shown once; only its hash is stored."""
-    from api import auth
-
-    with _database(data_dir) as session:
-        key = auth.create_key(session, tenant, name)
-    made = {"id": auth.key_id(key), "key": key, "tenant": tenant}
-    typer.echo(json.dumps(made) if as_json else key)
-
-
-@keys.command("list")
-def list_keys(as_json: AsJson = False, data_dir: DataDir = DATA_DIR) -> None:
-    """List the keys by id; the keys themselves are stored nowhere."""
-    from api import auth
-
-    with _database(data_dir) as session:
-        found = [
-            {
-                "id": key.kid,
-                "name": key.name,
-                "tenant": tenant,
-                "created_at": key.created_at.isoformat(timespec="seconds"),
-                "revoked": key.revoked_at is not None,
-            }
-            for key, tenant in auth.keys(session)
-        ]
-    title = ("id", "name", "tenant", "created_at", "revoked")
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        console.rows(title, [[row[column] for column in title] for row in found])
-
-
-@keys.command("revoke")
-def revoke_key(
-    kid: Annotated[str, typer.Argument(help="The key's id, as `keys list` shows it.")],
-    as_json: AsJson = False,
-    data_dir: DataDir = DATA_DIR,
-) -> None:
-    """Make a key worthless at once."""
-    from api import auth
-    from api.errors import NotFound
-
-    with _database(data_dir) as session:
-        try:
-            name = auth.revoke(session, kid).name
-        except NotFound as error:
-            raise OperateError(f"{error}; `precision keys list` shows them") from None
-    typer.echo(
-        json.dumps({"id": kid, "revoked": True}) if as_json else f"revoked {name}"
-    )
-
-
 @contextmanager
-def _database(data_dir: Path) -> Iterator[Any]:
+def database(data_dir: Path) -> Iterator[Any]:
     """Give a transaction on the database of `data_dir`, brought up to date."""
     from sqlalchemy.exc import SQLAlchemyError
 

@@ -7,14 +7,24 @@ needs: `api.access` looks there before every request, and whoever is not in it n
 """
 
 from collections.abc import Iterable
+from typing import Literal, get_args
+
+Scope = Literal[
+    "jobs:read",
+    "jobs:write",
+    "models:read",
+    "models:write",
+    "datasets:read",
+    "datasets:write",
+    "webhooks:read",
+    "webhooks:write",
+    "usage:read",
+]
+Word = Literal[Scope, "jobs:*", "models:*", "datasets:*", "webhooks:*", "admin"]
 
 ADMIN = "admin"
-NOUNS = ("jobs", "models", "datasets", "webhooks")
-EVERYDAY = (
-    *(f"{noun}:{verb}" for noun in NOUNS for verb in ("read", "write")),
-    "usage:read",
-)
-KNOWN = (*EVERYDAY, *(f"{noun}:*" for noun in NOUNS), ADMIN)
+EVERYDAY: tuple[str, ...] = get_args(Scope)
+KNOWN: tuple[str, ...] = get_args(Word)
 
 NEEDED: dict[str, str | None] = {  # None: any valid key
     "optimize": "jobs:write",
@@ -37,6 +47,12 @@ NEEDED: dict[str, str | None] = {  # None: any valid key
     "create_model": "models:write",
     "list_datasets": "datasets:read",
     "put_dataset": "datasets:write",
+    "list_api_keys": ADMIN,
+    "create_api_key": ADMIN,
+    "get_api_key": ADMIN,
+    "update_api_key": ADMIN,
+    "rotate_api_key": ADMIN,
+    "revoke_api_key": ADMIN,
 }
 
 

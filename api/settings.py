@@ -75,6 +75,11 @@ class Settings(BaseSettings):
         description="Signs cursors and links; the same for all replicas. Empty: a "
         "random one, kept in `secret` of the data folder.",
     )
+    key_mode: Literal["live", "test"] = Field(
+        default="live",
+        description="What new API keys begin with: `po_live_` or `po_test_`, so that a "
+        "trial installation's keys are told apart.",
+    )
     broker_url: str = Field(
         default="redis://127.0.0.1:6379/0",
         description="Celery broker: any server that speaks the Redis protocol.",

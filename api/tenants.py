@@ -39,3 +39,16 @@ def get(session: Session, name: str) -> Tenant:
     if tenant is None:
         raise NotFound(f"no tenant {name[:64]}")
     return tenant
+
+
+def limit(
+    session: Session, tenant: Tenant, limits: dict[str, int | None]
+) -> tuple[int | None, int | None]:
+    """Set `max_queued` or `max_running` of a tenant, and return both.
+
+    None: what the settings say.
+    """
+    for column, value in limits.items():
+        setattr(tenant, column, value)
+    session.flush()
+    return tenant.max_queued, tenant.max_running

@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import event
 
-from api import auth, db
+from api import auth, callers, db
 from api.errors import NotFound, Unauthenticated
 from api.models import ApiKey, now
 from tests.api.conftest import Refused
@@ -114,7 +114,7 @@ def test_a_key_that_was_proven_moments_ago_needs_no_database(
 def test_a_key_revoked_elsewhere_stops_within_seconds(
     client: TestClient, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "KEPT_S", 0.2)
+    monkeypatch.setattr(callers, "KEPT_S", 0.2)
     client.get("/v1/jobs")
     with db.transaction() as session:  # as another process does
         row = session.get(ApiKey, auth.key_id(key))
@@ -137,11 +137,11 @@ def test_a_key_expires_to_the_moment_though_it_is_remembered(
 
 
 def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "MAX_KEPT", 3)
-    kept = auth.Verified()
+    monkeypatch.setattr(callers, "MAX_KEPT", 3)
+    kept = callers.Verified()
     caller = auth.Caller("ten", "kid", "personal", frozenset())
     for number in range(5):
-        kept.put(str(number), auth.Proof(caller, None, stale=False))
+        kept.put(str(number), callers.Proof(caller, None, stale=False))
     assert [kept.get(str(n)) is not None for n in range(5)] == [False] * 2 + [True] * 3
     kept.clear()
     assert kept.get("4") is None
