@@ -35,7 +35,9 @@ SAMPLE_S = 1e-3  # a sample is as many calls as take this long
 CACHES = 2  # times the last cache: what the copies of a call's operands fill
 MAX_COPIES = 256
 CACHE_BYTES = 1 << 26  # where the machine does not say: more than most have
-FP8_UNITS = frozenset({(8, 9), (9, 0), (10, 0), (12, 0)})  # as `hardware` has them
+FP8_UNITS = frozenset(  # as `hardware` has them
+    {(8, 9), (9, 0), (10, 0), (10, 3), (12, 0)}
+)
 
 Told = Callable[[float, str], None]
 Pair = tuple[float, float]  # seconds, measured and modelled

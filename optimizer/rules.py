@@ -25,7 +25,7 @@ from optimizer.support import Matmul
 
 FP8_MULTIPLE = 16  # cuBLASLt and `torch._scaled_mm` take K and N in steps of 16
 # vLLM's CUTLASS kernel for int8 refuses them as it starts (vllm-project/vllm#54311).
-_NO_INT8_IN_VLLM = frozenset({"10.0", "12.0"})
+_NO_INT8_IN_VLLM = frozenset({"10.0", "10.3", "12.0"})
 
 
 def named_format(choice: Choice) -> str:

@@ -19,6 +19,9 @@ SYSTEMS = {
     "h200": "h200_sxm",
     "b200": "b200_sxm",
     "gb200": "gb200",
+    "b300": "b300_sxm",
+    "gb300": "gb300",
+    "rtx-pro-6000": "rtx_pro_6000_server",
 }
 # What the formats of a table are here: of the layers' matrices, and of the cache.
 STACKS = {

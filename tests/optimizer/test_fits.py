@@ -59,6 +59,9 @@ def test_a_worker_has_measured_what_it_reaches() -> None:
         ("h20", "9.0"),
         ("l4", "8.9"),
         ("b200", "10.0"),
+        ("b300", "10.3"),
+        ("gb300", "10.3"),
+        ("rtx-5090", "12.0"),
         ("a10", "8.0"),
         ("v100", "8.0"),
         ("mi300x", "9.0"),  # an assumption, like every device that nobody timed

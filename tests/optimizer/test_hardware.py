@@ -102,7 +102,7 @@ def test_no_peak_is_beyond_units_times_clock(found: Device) -> None:
 
 def test_which_devices_have_no_source_for_their_clock() -> None:
     unheld = {d.id for d in DEVICES.values() if d.units is None}
-    assert unheld == {"h20", "gaudi2", "gaudi3"}
+    assert unheld == {"h20", "b300", "gb300", "gaudi2", "gaudi3"}
 
 
 def test_utilization_is_a_share_of_the_dense_peak() -> None:
