@@ -7,11 +7,14 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, func, select, update
 from sqlalchemy.orm import Session
 
+from api import outbox
 from api.models import HELD, Job, JobEvent, Status
 from api.settings import settings
 from optimizer.spec import OptimizeSpec
 
 Event = tuple[str, dict[str, Any]]
+
+SQLITE_TIME = "%Y-%m-%dT%H:%M:%f+00:00"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,9 @@ class Claim:
     tenant_id: str
     attempt: int
     spec: OptimizeSpec
+    run_limit_s: float | None = None  # None: the setting's
+    request_id: str | None = None  # of the request that asked for the job
+    traceparent: str | None = None
 
 
 def now(session: Session) -> datetime:
@@ -29,7 +35,8 @@ def now(session: Session) -> datetime:
     if session.get_bind().dialect.name == "postgresql":
         found: datetime = session.execute(select(func.clock_timestamp())).scalar_one()
         return found.astimezone(UTC)
-    return datetime.now(UTC)  # SQLite: one machine, one clock
+    text = session.execute(select(func.strftime(SQLITE_TIME, "now"))).scalar_one()
+    return datetime.fromisoformat(text)  # exact to the millisecond
 
 
 def lease(at: datetime) -> datetime:
@@ -94,6 +101,7 @@ def move(
     first = job.last_seq - len(happened) + 1
     for seq, (kind, details) in enumerate(happened, first):
         _write_event(session, job, seq, kind, details, at)
+    outbox.enqueue(session, job, first, happened, at)
     session.flush()
     return job
 

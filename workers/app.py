@@ -20,6 +20,7 @@ from api import pieces, queue, sweeps, turns
 from api.db import reading, transaction
 from api.settings import settings
 from api.supervise import die_with
+from workers import postman
 from workers.beat import listen_for_stop
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ def prepare_child(**_: Any) -> None:
 def start_sweeper(**_: Any) -> None:
     """Sweep at once, for what was queued before we started, and from then on."""
     threading.Thread(target=_sweep_forever, name="sweeper", daemon=True).start()
+    postman.start()
 
 
 def sweep() -> None:
