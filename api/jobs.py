@@ -179,7 +179,8 @@ def claim(session: Session, job_id: str, worker: str) -> Claim | None:
         return None
     turns.served(session, job.tenant_id, at)
     spec = OptimizeSpec.from_json(job.spec)
-    return Claim(job.id, job.tenant_id, job.attempt, spec)
+    asked = (job.run_limit_s, job.request_id, job.traceparent)
+    return Claim(job.id, job.tenant_id, job.attempt, spec, *asked)
 
 
 def beat(session: Session, claim: Claim) -> Signal:
