@@ -188,11 +188,19 @@ def fingerprint(
     Two folders with one fingerprint are one model to every later step. `progress` gets
     the fraction of bytes read. Raises ModelError as `inspect` does.
     """
+    return fingerprint_of(digests(inspect(folder), progress))
+
+
+def digests(
+    checkpoint: Checkpoint, progress: Callable[[float], None] = lambda fraction: None
+) -> dict[str, str]:
+    """Return the sha256 (hex) of each file that counts, by name."""
+    folder = checkpoint.folder
     small = [name for name in SMALL_FILES if (folder / name).exists()]
-    names = sorted({*inspect(folder).files, *small})
+    names = sorted({*checkpoint.files, *small})
     paths = [inside(folder, name) for name in names]
     total = sum(path.stat().st_size for path in paths)
-    whole, done = hashlib.sha256(), 0
+    found, done = {}, 0
     for name, path in zip(names, paths, strict=True):
         one = hashlib.sha256()
         with path.open("rb") as file:
@@ -200,8 +208,14 @@ def fingerprint(
                 one.update(block)
                 done += len(block)
                 progress(done / total)
-        whole.update(f"{name}\0{one.hexdigest()}\n".encode())
-    return whole.hexdigest()
+        found[name] = one.hexdigest()
+    return found
+
+
+def fingerprint_of(digests: Mapping[str, str]) -> str:
+    """Return the fingerprint of a model whose files have these digests."""
+    lines = (f"{name}\0{digest}\n" for name, digest in sorted(digests.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 # --- config and tokenizer ----------------------------------------------------

@@ -210,16 +210,23 @@ def _documents(content: bytes, render: Render) -> Iterator[str | None]:
     if len(lines) > MAX_LINES:
         raise DatasetError(f"{len(lines)} lines, the limit is {MAX_LINES}")
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue  # a newline too many is not a sample
-        try:
-            yield _document(line, render)
-        except ValueError as error:
-            raise DatasetError(f"line {number}: {error}") from None
-        except TemplateError as error:  # Gemma's knows no system role, for one
-            raise DatasetError(
-                f"line {number}: the model's chat template refuses it: {error}"
-            ) from None
+        if line.strip():  # a newline too many is not a sample
+            yield document(line, number, render)
+
+
+def document(line: bytes, number: int, render: Render = chatml) -> str | None:
+    """Return the text of a line; None where there is none in it.
+
+    Raises DatasetError naming the line by its number.
+    """
+    try:
+        return _document(line, render)
+    except ValueError as error:
+        raise DatasetError(f"line {number}: {error}") from None
+    except TemplateError as error:  # Gemma's knows no system role, for one
+        raise DatasetError(
+            f"line {number}: the model's chat template refuses it: {error}"
+        ) from None
 
 
 def _document(line: bytes, render: Render) -> str | None:

@@ -3,9 +3,12 @@
 * OptimizerError
   * SpecError         the request contradicts itself
   * ModelError        the model folder cannot be loaded
+    * FormatError     its weights are in a format that is never opened
+    * HeaderError     a safetensors header is not as the format wants it
   * DatasetError      the data has too little text, or none
   * NonFiniteError    a weight or an activation is inf or NaN
   * HardwareError     the device is unknown, or cannot do what was asked
+  * ExportError       what was asked for cannot be written for its reader
   * Cancelled         the caller asked to stop
 """
 
@@ -31,6 +34,18 @@ class ModelError(OptimizerError):
     category = "model"
 
 
+class FormatError(ModelError):
+    """The weights are in a format that is never opened, as pickles are."""
+
+    code = "unsupported_model_format"
+
+
+class HeaderError(ModelError):
+    """A safetensors header is not exactly as the format wants it."""
+
+    code = "model_header_invalid"
+
+
 class DatasetError(OptimizerError):
     """The data has too little text, or none."""
 
@@ -54,6 +69,13 @@ class HardwareError(OptimizerError):
 
     code = "unsupported_hardware"
     category = "hardware"
+
+
+class ExportError(OptimizerError):
+    """What was asked for cannot be written for its reader."""
+
+    code = "export_refused"
+    category = "user"
 
 
 class Cancelled(OptimizerError):

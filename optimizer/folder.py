@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from optimizer import strict_json
-from optimizer.errors import ModelError
-from optimizer.weights import StoredTensor, read_header
+from optimizer.errors import FormatError, ModelError
+from optimizer.weights import MAX_TENSORS, StoredTensor, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -73,7 +73,7 @@ def tensors(folder: Path) -> tuple[Tensors, tuple[str, ...]]:
     elif (folder / INDEX).exists():
         found, stated = _sharded(folder)
     else:
-        raise ModelError(_no_weights(folder))
+        raise _no_weights(folder)
     if not found:
         raise ModelError("the weights hold no tensors")
     return found, tuple(_warnings(folder, found, stated))
@@ -95,21 +95,23 @@ def _warnings(folder: Path, found: Tensors, stated: object) -> Iterable[str]:
         )
 
 
-def _no_weights(folder: Path) -> str:
+def _no_weights(folder: Path) -> ModelError:
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if name.endswith(PICKLES)]
     stray = [name for name in names if name.endswith(".safetensors")]
     if stray:
-        return (
+        return ModelError(
             f"{stray[0]} is there, but neither {WEIGHTS} nor {INDEX}: rename a single "
             "file, or add the index of the shards"
         )
     if pickles:
-        return (
+        return FormatError(
             f"{pickles[0]} is pickled: loading it could run any code, so it is never "
             "opened. Save the model as safetensors: save_pretrained(folder)"
         )
-    return f"no weights: neither {WEIGHTS} nor {INDEX} is in the model folder"
+    return ModelError(
+        f"no weights: neither {WEIGHTS} nor {INDEX} is in the model folder"
+    )
 
 
 def _sharded(folder: Path) -> tuple[Tensors, object]:
@@ -132,6 +134,8 @@ def _sharded(folder: Path) -> tuple[Tensors, object]:
                     f"of different checkpoints. {SAVE_OR_COPY}"
                 )
             found[name] = tensor
+        if len(found) > MAX_TENSORS:
+            raise ModelError(f"the shards hold more than {MAX_TENSORS} tensors")
     _refuse_a_stale_index(where, found)
     return found, stated
 

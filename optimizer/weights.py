@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimizer import strict_json
-from optimizer.errors import ModelError, NonFiniteError
+from optimizer.errors import FormatError, HeaderError, ModelError, NonFiniteError
 
 MAX_HEADER_BYTES = 25_000_000  # a model of 100,000 tensors needs 15 MB
 MAX_TENSORS = 200_000
@@ -93,7 +93,7 @@ class StoredTensor:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors that a safetensors file says it holds.
 
-    Reads the header only. Raises ModelError naming file and tensor for everything
+    Reads the header only. Raises HeaderError naming file and tensor for everything
     that is not exactly as the format wants it, and for the dtypes of other schemes
     than FP8.
     """
@@ -107,7 +107,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             tensors[name] = _tensor(name, entry, path.name, base)
         _must_cover(tensors, base, path.stat().st_size)
     except ValueError as error:
-        raise ModelError(f"{path.name} is refused: {error}") from None
+        raise HeaderError(f"{path.name} is refused: {error}") from None
     return tensors
 
 
@@ -115,7 +115,7 @@ def _header_bytes(path: Path) -> bytes:
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(24)
-        _refuse_disguised(first)
+        _refuse_disguised(path.name, first)
         length = int.from_bytes(first[:8], "little")
         if size < 10 or 8 + length > size:
             raise ValueError(
@@ -133,11 +133,11 @@ def _header_bytes(path: Path) -> bytes:
     return content
 
 
-def _refuse_disguised(first: bytes) -> None:
+def _refuse_disguised(name: str, first: bytes) -> None:
     """Raise for another kind of file under this name; nothing of it is opened."""
     for beginning, kind in _DISGUISES.items():
         if first.startswith(beginning):
-            raise ValueError(f"it is not safetensors but {kind}")
+            raise FormatError(f"{name} is refused: it is not safetensors but {kind}")
 
 
 def _tensor(name: str, entry: Mapping[str, Any], file: str, base: int) -> StoredTensor:
