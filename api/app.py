@@ -23,10 +23,12 @@ from api import (
     results,
     routes,
 )
+from api.events import Streams
 from api.metrics import Metrics, service_version
 from api.middleware import BodyLimit, Envelope
 from api.settings import settings
 from api.versions import Versions
+from api.watch import Watcher, closed_on_signals
 from optimizer.hardware import use as use_hardware
 
 DESCRIPTION = "Finds the precision of every part of a language model, on your data."
@@ -57,6 +59,8 @@ def create_app() -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.metrics = Metrics()
+    app.state.watcher = Watcher()
+    app.state.streams = Streams()
     problems.install(app)
     limits = {"/": settings().max_body_bytes}
     limits["/v1/datasets/"] = settings().max_dataset_bytes
@@ -98,7 +102,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     # Reading gigabytes of weights must not hold up the first answer.
     reader = threading.Thread(target=_register_folders, daemon=True)
     reader.start()
-    yield
+    with closed_on_signals(app.state.watcher):
+        yield
     db.close()
 
 

@@ -4,6 +4,7 @@
   * MalformedJson         400  malformed_json
   * BadCursor             400  bad_cursor
   * UnknownVersion        400  unknown_version
+  * IdempotencyKeyMissing 400  idempotency_key_missing
   * Unauthenticated       401  unauthenticated
   * InsufficientScope     403  insufficient_scope
   * NotFound              404  not_found
@@ -11,6 +12,8 @@
   * NotFinal              409  not_final
   * InvalidState          409  invalid_state
   * NameTaken             409  name_taken
+  * IdempotencyInProgress 409  idempotency_in_progress
+  * SourceChanged         409  source_changed
   * KeyEnded              409  invalid_state
   * LastAdminKey          409  last_admin_key
   * Gone                  410  artifact_expired
@@ -19,6 +22,8 @@
   * UnsupportedMediaType  415  unsupported_media_type
   * RangeNotSatisfiable   416  range_not_satisfiable
   * Invalid               422  validation_error, or what the field is about
+  * IdempotencyKeyReused  422  idempotency_key_reused
+  * ConcurrencyLimit      429  concurrency_limit
   * QuotaExceeded         429  quota_exceeded
   * PreconditionRequired  428  precondition_required
   * Unavailable           503  overloaded
@@ -79,6 +84,20 @@ class UnknownVersion(APIError):
             f"API-Version {asked[:40]!r} is not served; leave the header out, or send "
             f"{current}",
             known=[current],
+        )
+
+
+class IdempotencyKeyMissing(APIError):
+    """A key of kind `service` creates nothing without an Idempotency-Key."""
+
+    status = 400
+    code = "idempotency_key_missing"
+    title = "An Idempotency-Key is needed"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "send an 'Idempotency-Key' header, a new one for each thing to create: "
+            "this API key is a service's, and services send requests again"
         )
 
 
@@ -148,6 +167,29 @@ class NameTaken(APIError):
     status = 409
     code = "name_taken"
     title = "The name is taken"
+
+
+class IdempotencyInProgress(APIError):
+    """Another request with the same key is being served."""
+
+    status = 409
+    code = "idempotency_in_progress"
+    title = "The first request is being served"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a request with this Idempotency-Key is being served; send it again in a "
+            "moment for its answer",
+            headers={"Retry-After": "1"},
+        )
+
+
+class SourceChanged(APIError):
+    """What a job was made from is not what it was: a retry would be another job."""
+
+    status = 409
+    code = "source_changed"
+    title = "The job's inputs have changed"
 
 
 class KeyEnded(APIError):
@@ -252,6 +294,20 @@ class Invalid(APIError):
         self.code = code
 
 
+class IdempotencyKeyReused(APIError):
+    """The key came before, with another body."""
+
+    status = 422
+    code = "idempotency_key_reused"
+    title = "The Idempotency-Key belongs to another request"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this Idempotency-Key was sent with another body; send a new key for a new "
+            "request"
+        )
+
+
 class InvalidParameter(Invalid):
     """A query parameter or a header is wrong; `parameter` says which."""
 
@@ -283,6 +339,21 @@ class QuotaExceeded(APIError):
             limit=limit,
         )
         self.extensions["violated-policies"] = [policy]
+
+
+class ConcurrencyLimit(APIError):
+    """The caller holds as many connections open as it may."""
+
+    status = 429
+    code = "concurrency_limit"
+    title = "Too many open streams"
+
+    def __init__(self, what: str, limit: int) -> None:
+        super().__init__(
+            f"at most {limit} {what} per key at a time: close one, or poll instead",
+            limit=limit,
+            headers={"Retry-After": "5"},
+        )
 
 
 class PreconditionRequired(APIError):

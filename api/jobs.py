@@ -20,9 +20,10 @@ from typing import Any
 from sqlalchemy import and_, case, func, select
 from sqlalchemy.orm import Session
 
-from api import cursors, ids, turns
+from api import ids, orders, turns
 from api.errors import NotFound
 from api.models import Artifact, Job, JobEvent, Status
+from api.orders import Order
 from api.settings import settings
 from api.storage import Stored
 from api.transitions import (
@@ -58,6 +59,7 @@ def submit(
     tenant_id: str,
     spec: OptimizeSpec,
     body: dict[str, Any] | None = None,
+    order: Order = orders.PLAIN,
 ) -> Job:
     """Add a queued job. `body` is the request as the caller wrote it.
 
@@ -75,7 +77,7 @@ def submit(
         created_at=at,
         queued_at=at,
         rung_at=at,
-        expires_at=at + timedelta(seconds=settings().queue_limit_s),
+        **order.columns(at),
     )
     session.add(job)
     session.flush()
@@ -93,20 +95,6 @@ def get(session: Session, tenant_id: str, job_id: str) -> Job:
     if job is None:
         raise NotFound(f"no job {job_id[:64]}")
     return job
-
-
-def page(
-    session: Session,
-    tenant_id: str,
-    limit: int,
-    after: str | None = None,
-    status: Status | None = None,
-) -> tuple[list[Job], str | None]:
-    """Return the newest jobs first, and the cursor of the next page if there is one."""
-    query = select(Job).where(Job.tenant_id == tenant_id)
-    if status is not None:
-        query = query.where(Job.status == status)
-    return cursors.page(session, query, Job.id, f"jobs:{tenant_id}", limit, after)
 
 
 def cancel(session: Session, tenant_id: str, job_id: str) -> Job:
@@ -242,11 +230,9 @@ def succeed(
     """Close a job and publish its artifacts, at once. False: the claim is void."""
     at = now(session)
     held = holds(claim, Status.RUNNING, Status.FINALIZING)
-    event: Event = ("job.succeeded", {"outcome": outcome})
+    events = [*map(_created, artifacts), ("job.succeeded", {"outcome": outcome})]
     changes = closing(Status.SUCCEEDED, at) | {"percent": 100.0}
-    if not move(
-        session, held, at, [event], outcome=outcome, summary=summary, **changes
-    ):
+    if not move(session, held, at, events, outcome=outcome, summary=summary, **changes):
         return False
     session.add_all(_published(claim, stored, at) for stored in artifacts)
     session.flush()
@@ -310,6 +296,11 @@ def _tell_progress(
     details = {"phase": phase, "percent": job.percent, "eta_seconds": job.eta_s}
     held = holds(claim, Status.RUNNING, Status.FINALIZING)
     move(session, held, at, [(kind, details)], phase=phase, progressed_at=at)
+
+
+def _created(stored: Stored) -> Event:
+    told = {"name": stored.name, "kind": stored.kind, "bytes": stored.bytes}
+    return ("artifact.created", {**told, "sha256": stored.sha256})
 
 
 def _published(claim: Claim, stored: Stored, at: datetime) -> Artifact:

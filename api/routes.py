@@ -1,61 +1,110 @@
 """The endpoints of jobs. Each is a few lines: translate, call, translate back."""
 
-from typing import Annotated, Any
+import json
+from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 
-from api import db, events, jobs, queue, resolve, views
+from api import (
+    audit,
+    creations,
+    db,
+    events,
+    jobs,
+    owners,
+    polls,
+    prefer,
+    storage,
+    views,
+)
 from api.accept import preferred
 from api.access import DB, Caller
-from api.models import FINAL, Status
+from api.errors import Unavailable
+from api.filters import METADATA, wanted
+from api.idempotency import Answer, Idempotent
+from api.models import FINAL
+from api.owners import Filter
+from api.prefer import MAX_WAIT_S
 from api.schemas import OptimizeRequest
 from api.strict import StrictRoute
 
 MAX_SEQ = 2**31 - 1
+KEPT = ("Location", "Idempotency-Replayed", "Idempotency-Expires")
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["jobs"])
 
-
-@router.post("/optimize", status_code=202)
-def optimize(
-    body: OptimizeRequest, caller: Caller, request: Request, response: Response
-) -> views.JobView:
-    """Queue an optimization. Only `model` and `hardware` are required."""
-    with db.reading() as session:  # checking may take a while: hold no lock
-        spec = resolve.to_spec(session, caller.tenant_id, body)
-    written = body.model_dump(mode="json", exclude_unset=True)
-    with db.transaction() as session:
-        view = views.job(jobs.submit(session, caller.tenant_id, spec, written))
-    queue.ring(view.id, spec.hardware)  # after the commit: the worker must find the row
-    request.app.state.metrics.note_job(spec.task, spec.hardware)
-    response.headers["Location"] = view.links["self"]
-    response.headers["Retry-After"] = str(views.POLL_AFTER_S)
-    return view
+Prefer = Annotated[
+    str | None,
+    Header(alias="Prefer", description="RFC 7240: `respond-async`, `wait=SECONDS`."),
+]
 
 
-@router.get("/jobs")
+@router.post(
+    "/optimize",
+    status_code=202,
+    response_model=views.JobView,
+    responses={
+        200: {"model": views.JobView, "description": "It ended while we waited"}
+    },
+)
+async def optimize(
+    body: OptimizeRequest,
+    caller: Caller,
+    once: Idempotent,
+    request: Request,
+    preference: Prefer = None,
+) -> Response:
+    """Queue an optimization. Only `model` and `hardware` are required.
+
+    `Prefer: wait=N` holds the answer back for up to 60 seconds, until the job ends.
+    """
+    made = await run_in_threadpool(creations.create, request, caller, once, body)
+    return await _waited(request, once.tenant_id, made, preference)
+
+
+@router.get("/jobs", openapi_extra=METADATA)
 def list_jobs(
     caller: Caller,
     session: DB,
+    wanted: Annotated[Filter, Depends(wanted)],
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str | None, Query(max_length=200)] = None,
-    status: Status | None = None,
 ) -> views.JobPage:
-    """List jobs, the newest first, without their results."""
-    rows, cursor = jobs.page(session, caller.tenant_id, limit, after, status)
+    """List jobs, the newest first, without their results. Deleted ones are left out."""
+    rows, cursor = owners.page(session, caller.tenant_id, limit, after, wanted)
     found = [views.listed_job(row) for row in rows]
     return views.JobPage(data=found, has_more=cursor is not None, next_cursor=cursor)
 
 
-@router.get("/jobs/{job_id}")
-def get_job(
-    job_id: str, caller: Caller, session: DB, response: Response
-) -> views.JobView:
-    """Report how far a job got, and its result once it succeeded."""
-    view = views.job(jobs.get(session, caller.tenant_id, job_id))
-    if view.poll_after_seconds is not None:
-        response.headers["Retry-After"] = str(view.poll_after_seconds)
-    return view
+@router.get(
+    "/jobs/{job_id}",
+    response_model=views.JobView,
+    responses={304: {"description": "It is still as `If-None-Match` says"}},
+)
+async def get_job(
+    job_id: str,
+    caller: Caller,
+    request: Request,
+    wait: Annotated[
+        int | None,
+        Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for a change."),
+    ] = None,
+    if_none_match: Annotated[str | None, Header()] = None,
+    preference: Prefer = None,
+) -> Response:
+    """Report how far a job got, and its result once it succeeded.
+
+    With `wait`, the answer comes when the job is not as `If-None-Match` says, or as it
+    was when the request came; when it ends; or when the time is up.
+    """
+    asked = prefer.read(preference)
+    wait_s = asked.wait_s if wait is None else wait
+    seen = await polls.change(
+        request.app.state.watcher, caller.tenant_id, job_id, wait_s, if_none_match
+    )
+    same = if_none_match is not None and seen.unchanged(if_none_match)
+    return _applied(seen.response(304 if same else 200), asked.applied)
 
 
 @router.post("/jobs/{job_id}/cancel", status_code=202)
@@ -67,38 +116,97 @@ def cancel_job(job_id: str, caller: Caller, response: Response) -> views.JobView
     return view
 
 
+@router.post(
+    "/jobs/{job_id}/retry",
+    status_code=202,
+    response_model=views.JobView,
+    responses={
+        200: {"model": views.JobView, "description": "It ended while we waited"}
+    },
+)
+async def retry_job(
+    job_id: str,
+    caller: Caller,
+    once: Idempotent,
+    request: Request,
+    preference: Prefer = None,
+) -> Response:
+    """Queue the request of a job that has ended once more, as `retried_from` it.
+
+    What the job measured is kept, and not measured again.
+    """
+    made = await run_in_threadpool(creations.retry, request, caller, once, job_id)
+    return await _waited(request, once.tenant_id, made, preference)
+
+
+@router.delete("/jobs/{job_id}", status_code=204)
+def delete_job(job_id: str, caller: Caller) -> None:
+    """Delete the files of a job that has ended, and leave it out of lists.
+
+    What it was stays: `GET` shows it, with `deleted_at` and without its result.
+    """
+    with db.transaction() as session:
+        if owners.delete(session, caller.tenant_id, job_id):
+            who = (caller.tenant_id, caller.actor)
+            audit.record(session, *who, "job.deleted", job_id)
+    try:
+        storage.remove_job(job_id)  # again on each call: the last one may have died
+    except OSError:
+        detail = "the job is deleted, but the storage of its files does not answer; "
+        raise Unavailable(f"{detail}send the request again") from None
+
+
 @router.get(
     "/jobs/{job_id}/events",
-    response_model=None,
+    response_model=views.EventPage,
     responses={
-        200: {"content": {"text/event-stream": {}}},
+        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
         204: {"description": "The stream has ended, and nothing will follow"},
     },
 )
-def list_events(
+async def list_events(
     job_id: str,
     caller: Caller,
+    request: Request,
     after: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     accept: Annotated[str | None, Header()] = None,
     last_event_id: Annotated[int | None, Header(ge=0, le=MAX_SEQ)] = None,
-) -> Response | dict[str, Any]:
+) -> Response:
     """List events, or stream them with `Accept: text/event-stream`."""
-    wanted = preferred(accept, ("application/json", "text/event-stream"))
-    if wanted == "text/event-stream":
-        since = last_event_id if last_event_id is not None else after
-        found, over = events.look(caller.tenant_id, job_id, since)
-        if over and not found:
-            return Response(status_code=204)  # tells EventSource to stop
-        return events.response(caller.tenant_id, job_id, since)
-    with db.reading() as session:
-        rows = jobs.events(session, caller.tenant_id, job_id, after, limit + 1)
-        page = [views.event(row) for row in rows[:limit]]
-    more = len(rows) > limit
-    next_cursor = str(page[-1]["seq"]) if more else None
-    return {
-        "object": "list",
-        "data": page,
-        "has_more": more,
-        "next_cursor": next_cursor,
-    }
+    offered = ("application/json", "text/event-stream")
+    if preferred(accept, offered) == "application/json":
+        page = await run_in_threadpool(
+            events.page, caller.tenant_id, job_id, after, limit
+        )
+        return Response(page.model_dump_json(), media_type="application/json")
+    since = after if last_event_id is None else last_event_id
+    first = await run_in_threadpool(events.look, caller.tenant_id, job_id, since)
+    if first.over and not first.found:
+        return Response(status_code=204)  # tells EventSource to stop
+    if request.method == "HEAD":
+        return Response(headers=events.HEADERS, media_type="text/event-stream")
+    state = request.app.state
+    lines = events.lines(state.watcher, caller.tenant_id, job_id, since, first)
+    return events.EventStream(state.streams, caller.actor, lines)
+
+
+async def _waited(
+    request: Request, tenant_id: str, made: Answer, preference: str | None
+) -> Response:
+    """Answer a creation, later where the caller prefers to wait for the end."""
+    asked = prefer.read(preference)
+    if not asked.wait_s or made.replayed:
+        return _applied(made.response(), asked.applied)
+    job_id = json.loads(made.text)["id"]
+    watcher = request.app.state.watcher
+    seen = await polls.end(watcher, tenant_id, job_id, asked.wait_s)
+    response = seen.response(200 if seen.final else 202)
+    response.headers.update({k: made.headers[k] for k in KEPT if k in made.headers})
+    return _applied(response, asked.applied)
+
+
+def _applied(response: Response, applied: str) -> Response:
+    if applied:
+        response.headers["Preference-Applied"] = applied
+    return response

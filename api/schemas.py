@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 NAME_PATTERN = r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$"
 MAX_SLA_S = 3600.0
 MAX_TOKENS = 131_072
+MAX_SECONDS = 30 * 86_400
 
 Word = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
@@ -113,7 +114,7 @@ class DataRef(Body):
 
 
 class Search(Body):
-    """What the search may choose from.
+    """What the search may choose from, and how long it may take.
 
     `formats` beyond the usual ones, fp6_e3m2, fp4_e2m1, int8 and int4, are candidates
     for linear layers where they are named and the device has them.
@@ -122,6 +123,13 @@ class Search(Body):
     formats: Annotated[list[Word], Field(min_length=1, max_length=16)] | None = None
     engine: Word | None = None
     rounding: Word = "nearest"
+    max_runtime_seconds: Annotated[int, Field(ge=1, le=MAX_SECONDS)] | None = None
+
+
+class WebhookRef(Body):
+    """The endpoint that hears of the job, instead of all that subscribed."""
+
+    endpoint_id: Word
 
 
 def _short(field: str, *kinds: type) -> Callable[[Any], Any]:
@@ -153,10 +161,15 @@ DataDistribution = Annotated[
 ]
 MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
 
 
 class OptimizeRequest(Body):
-    """Body of POST /v1/optimize. Only `model` and `hardware` are required."""
+    """Body of POST /v1/optimize. Only `model` and `hardware` are required.
+
+    A job of a higher `priority` starts before the tenant's others; one that has not
+    started after `expires_in` seconds expires.
+    """
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -181,9 +194,10 @@ class OptimizeRequest(Body):
     search: Search = Search()
     engine: Word | None = None
     max_memory_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(
-        default_factory=dict
-    )
+    priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    expires_in: Annotated[int, Field(ge=1, le=MAX_SECONDS)] | None = None
+    webhook: WebhookRef | None = None
+    metadata: Metadata = Field(default_factory=dict)
 
 
 class ModelRequest(Body):

@@ -180,6 +180,14 @@ class Settings(BaseSettings):
     stream_poll_s: Seconds = Field(
         default=0.5, description="How often an event stream looks for new events."
     )
+    streams_per_key: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default=4,
+        description="Event streams that one key may hold open in one process.",
+    )
+    idempotency_s: Seconds = Field(
+        default=DAY_S,
+        description="The answer to an `Idempotency-Key` is kept for this long.",
+    )
     stream_keepalive_s: Seconds = Field(
         default=15.0, description="A silent event stream says that it lives this often."
     )

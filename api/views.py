@@ -12,7 +12,16 @@ from optimizer.datasets import Distribution
 Json = dict[str, Any]
 
 POLL_AFTER_S = 2  # a job's percent moves about this often
+RESULTS = ("report", "stack", "front", "trials", "artifacts")
 SERVER_PATHS = ("model_path", "dataset_path")  # the caller's business are names
+
+
+class Best(BaseModel):
+    """What the chosen stack came to."""
+
+    per_token_s: float | None
+    first_token_s: float | None
+    kl_nats: float | None
 
 
 class Progress(BaseModel):
@@ -20,6 +29,7 @@ class Progress(BaseModel):
 
     percent: float
     eta_seconds: float | None
+    best: Best | None  # None: nothing has been chosen yet
 
 
 class Timestamps(BaseModel):
@@ -32,6 +42,7 @@ class Timestamps(BaseModel):
     cancel_requested_at: datetime | None
     finished_at: datetime | None
     expires_at: datetime
+    deleted_at: datetime | None
 
 
 class Durations(BaseModel):
@@ -50,19 +61,26 @@ class ListedJob(BaseModel):
     phase: str | None
     outcome: str | None
     attempt: int
+    retried_from: str | None
+    priority: int
     progress: Progress
     poll_after_seconds: int | None
     timestamps: Timestamps
     durations: Durations
     error: Json | None
+    warnings: list[Any]
     request: Json
     links: dict[str, str]
     metadata: dict[str, str]
 
 
 class JobView(ListedJob):
-    """A job. `result` is there once it succeeded."""
+    """A job. `result` is there once it succeeded.
 
+    `queue_position` counts from 1, and is a forecast: others may come first.
+    """
+
+    queue_position: int | None
     result: Json | None
 
 
@@ -75,9 +93,29 @@ class JobPage(BaseModel):
     next_cursor: str | None
 
 
-def job(row: Job) -> JobView:
-    """Return a job with its result."""
-    return JobView(**_job_fields(row), result=_result(row))
+class Event(BaseModel):
+    """What happened to a job. `seq` has no gaps, and is the id in a stream."""
+
+    id: str
+    seq: int
+    type: str
+    timestamp: str
+    data: Json
+
+
+class EventPage(BaseModel):
+    """Some events, the oldest first; `next_cursor` is the next page's `after`."""
+
+    object: str = "list"
+    data: list[Event]
+    has_more: bool
+    next_cursor: str | None
+
+
+def job(row: Job, queue_position: int | None = None) -> JobView:
+    """Return a job with its result, and its place in the queue where that is known."""
+    fields = _job_fields(row)
+    return JobView(**fields, queue_position=queue_position, result=_result(row))
 
 
 def listed_job(row: Job) -> ListedJob:
@@ -93,15 +131,35 @@ def _job_fields(row: Job) -> Json:
         "phase": row.phase,
         "outcome": row.outcome,
         "attempt": row.attempt,
-        "progress": Progress(percent=round(row.percent, 1), eta_seconds=row.eta_s),
+        "retried_from": row.retried_from,
+        "priority": row.priority,
+        "progress": _progress(row),
         "poll_after_seconds": None if final else POLL_AFTER_S,
         "timestamps": Timestamps.model_validate(row, from_attributes=True),
         "durations": _durations(row),
         "error": row.error,
+        "warnings": row.warnings or [],
         "request": {k: v for k, v in row.spec.items() if k not in SERVER_PATHS},
         "links": _links(row),
         "metadata": row.body.get("metadata", {}),
     }
+
+
+def _progress(row: Job) -> Progress:
+    percent = round(row.percent, 1)
+    return Progress(percent=percent, eta_seconds=row.eta_s, best=_best(row))
+
+
+def _best(row: Job) -> Best | None:
+    chosen = (row.summary or {}).get("chosen")
+    if row.status is not Status.SUCCEEDED or not chosen:
+        return None
+    kl = chosen.get("kl_nats")
+    return Best(
+        per_token_s=chosen.get("per_token_s"),
+        first_token_s=chosen.get("first_token_s"),
+        kl_nats=kl["value"] if isinstance(kl, dict) else kl,
+    )
 
 
 def _durations(row: Job) -> Durations:
@@ -117,14 +175,20 @@ def _seconds(since: datetime | None, until: datetime | None) -> float | None:
 
 def _links(row: Job) -> dict[str, str]:
     base = f"/v1/jobs/{row.id}"
-    links = {"self": base, "events": f"{base}/events", "cancel": f"{base}/cancel"}
-    if row.status is Status.SUCCEEDED:
-        links |= {n: f"{base}/{n}" for n in ("report", "stack", "front", "artifacts")}
+    links = {"self": base, "events": f"{base}/events"}
+    action = "retry" if row.status in FINAL else "cancel"
+    links[action] = f"{base}/{action}"
+    if _has_result(row):
+        links |= {name: f"{base}/{name}" for name in RESULTS}
     return links
 
 
+def _has_result(row: Job) -> bool:
+    return row.status is Status.SUCCEEDED and row.deleted_at is None
+
+
 def _result(row: Job) -> Json | None:
-    if row.status is not Status.SUCCEEDED:
+    if not _has_result(row):
         return None
     report = f"/v1/jobs/{row.id}/report?format="
     links = {"json": f"{report}json", "html": f"{report}html"}

@@ -1,22 +1,28 @@
 """Events, as pages and as a stream over a real socket."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from fastapi.testclient import TestClient
+from sqlalchemy import event
 
 from api import db, jobs, settings
 from api.app import create_app
 from api.models import FINAL
 from api.transitions import Claim
 from tests.api.conftest import Refused
+from tests.service import eventually
 
 STREAM = {"Accept": "text/event-stream"}
 
@@ -33,7 +39,10 @@ def live(client: TestClient, key: str) -> Iterator[httpx.Client]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         headers = {"Authorization": f"Bearer {key}"}
-        with httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
+        limits = httpx.Limits(max_connections=None)
+        with httpx.Client(
+            base_url=url, headers=headers, trust_env=False, limits=limits
+        ) as http:
             yield http
         server.should_exit = True
         thread.join()
@@ -71,8 +80,10 @@ def test_pages_are_resumed_by_seq(done: str, client: TestClient) -> None:
     url = f"/v1/jobs/{done}/events"
     whole = client.get(url).json()
     types = [event["type"] for event in whole["data"]]
-    assert types == ["job.created", "job.queued", "job.started", "job.succeeded"]
-    assert [event["seq"] for event in whole["data"]] == [1, 2, 3, 4]
+    before = ["job.created", "job.queued", "job.started"]
+    assert types == [*before, "artifact.created", "artifact.created", "job.succeeded"]
+    assert [event["seq"] for event in whole["data"]] == [1, 2, 3, 4, 5, 6]
+    assert whole["data"][3]["data"]["name"] == "report.json"
     first = client.get(url, params={"limit": 3}).json()
     assert (first["has_more"], first["next_cursor"]) == (True, "3")
     rest = client.get(url, params={"after": first["next_cursor"]}).json()
@@ -97,7 +108,7 @@ def test_who_has_seen_the_end_is_told_to_stop(
     done: str, client: TestClient, refused: Refused
 ) -> None:
     url = f"/v1/jobs/{done}/events"
-    answer = client.get(url, headers={**STREAM, "Last-Event-ID": "4"})
+    answer = client.get(url, headers={**STREAM, "Last-Event-ID": "6"})
     assert (answer.status_code, answer.content) == (204, b"")
     for strange in ("-1", "x", "9" * 30):
         answer = client.get(url, headers={**STREAM, "Last-Event-ID": strange})
@@ -127,25 +138,87 @@ def test_a_cut_stream_resumes_without_gap_or_double(
     assert live.get(f"/v1/jobs/{job_id}").json()["status"] in FINAL
 
 
-def test_streams_hold_no_connection_and_say_that_they_live(
-    job_id: str, live: httpx.Client, monkeypatch: pytest.MonkeyPatch
+def test_a_key_holds_so_many_streams_open(
+    job_id: str, live: httpx.Client, refused: Refused
 ) -> None:
-    monkeypatch.setenv("PRECISION_STREAM_POLL_S", "0.05")
-    monkeypatch.setenv("PRECISION_STREAM_KEEPALIVE_S", "0.1")
-    settings.settings.cache_clear()
     url = f"/v1/jobs/{job_id}/events"
-    streams = [live.stream("GET", url, headers=STREAM) for _ in range(20)]
-    try:
-        lines = [stream.__enter__().iter_lines() for stream in streams]
-        for each in lines:
-            assert ": keep-alive" in each
-        assert live.get("/readyz").status_code == 200
-    finally:
-        for stream in streams:
-            stream.__exit__(None, None, None)
+    limit = settings.settings().streams_per_key
+    with ExitStack() as opened:
+        for _ in range(limit):
+            stream = opened.enter_context(live.stream("GET", url, headers=STREAM))
+            assert stream.status_code == 200
+        answer = live.get(url, headers=STREAM)
+        problem = refused(answer, 429, "concurrency_limit")
+        assert (problem["limit"], answer.headers["retry-after"]) == (limit, "5")
+        assert live.get(url).status_code == 200  # pages are not counted
+        assert live.head(url, headers=STREAM).status_code == 200
     for _ in range(100):
-        if db.engine().pool.checkedout() == 0:  # type: ignore[attr-defined]
-            break
+        with live.stream("GET", url, headers=STREAM) as stream:
+            if stream.status_code == 200:
+                break
         time.sleep(0.05)
     else:
-        pytest.fail("a stream that is gone holds a connection")
+        pytest.fail("streams that are gone are still counted")
+
+
+def test_200_idle_streams_use_no_connection(
+    job_id: str, live: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRECISION_STREAMS_PER_KEY", "200")
+    monkeypatch.setenv("PRECISION_STREAM_POLL_S", "0.1")
+    monkeypatch.setenv("PRECISION_STREAM_KEEPALIVE_S", "1")
+    settings.settings.cache_clear()
+    url = f"/v1/jobs/{job_id}/events"
+    pool = db.engine().pool
+    with ExitStack() as opened:
+        streams = [
+            opened.enter_context(live.stream("GET", url, headers=STREAM))
+            for _ in range(200)
+        ]
+        every = [stream.iter_lines() for stream in streams]
+        for lines in every:
+            assert ": keep-alive" in lines
+        queries: list[str] = []
+        event.listen(
+            db.engine(), "before_cursor_execute", lambda *a: queries.append(a[2])
+        )
+        samples = []
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            samples.append(pool.checkedout())  # type: ignore[attr-defined]
+            time.sleep(0.002)
+        # One look a tick for all of them, and nothing held between two.
+        assert max(samples) <= 1
+        assert sum(samples) < len(samples) / 2
+        assert 1 <= len([q for q in queries if "FROM jobs" in q]) <= 11
+        held = claim(job_id)
+        succeed(held)
+        for lines in every:  # each hears of it, and ends
+            assert "event: job.succeeded" in lines
+    assert eventually(lambda: pool.checkedout() == 0)  # type: ignore[attr-defined]
+
+
+def test_the_service_stops_at_once_with_open_streams(
+    job_id: str, client: TestClient, key: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        os.set_inheritable(listener.fileno(), True)
+        port = listener.getsockname()[1]
+        command = [sys.executable, "-m", "uvicorn", "--factory", "api.app:create_app"]
+        command += ["--fd", str(listener.fileno()), "--log-level", "error"]
+        environment = {**os.environ, "PRECISION_STREAM_KEEPALIVE_S": "60"}
+        with subprocess.Popen(
+            command, pass_fds=[listener.fileno()], env=environment
+        ) as server:
+            headers = {"Authorization": f"Bearer {key}", **STREAM}
+            base = f"http://127.0.0.1:{port}"
+            with httpx.Client(base_url=base, headers=headers, timeout=60) as http:
+                url = f"/v1/jobs/{job_id}/events"
+                with http.stream("GET", url) as response:
+                    lines = response.iter_lines()
+                    assert "event: job.queued" in lines
+                    began = time.monotonic()
+                    server.terminate()
+                    assert [line for line in lines if line.startswith("id")] == []
+            server.wait(10)
+            assert time.monotonic() - began < 3

@@ -10,11 +10,12 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import StatementError
 
-from api import auth, jobs, settings, sweeps
+from api import auth, jobs, owners, settings, sweeps
 from api.db import reading, transaction
 from api.errors import NotFound
 from api.jobs import Signal
 from api.models import FINAL, Artifact, Job, JobEvent, Status
+from api.owners import Filter
 from api.storage import Stored
 from api.transitions import Claim
 from optimizer.spec import OptimizeSpec
@@ -102,6 +103,7 @@ def test_the_whole_life(tenant: str, job_id: str) -> None:
         "job.started",
         "job.phase_changed",
         "job.finalizing",
+        "artifact.created",
         "job.succeeded",
     ]
 
@@ -352,7 +354,7 @@ def test_another_tenants_job_does_not_exist(job_id: str) -> None:
                 look(session, other, job_id)
         with pytest.raises(NotFound):
             jobs.events(session, other, job_id, 0, 10)
-        assert jobs.page(session, other, 10) == ([], None)
+        assert owners.page(session, other, 10) == ([], None)
 
 
 def test_pages_are_complete_and_newest_first(tenant: str) -> None:
@@ -362,12 +364,12 @@ def test_pages_are_complete_and_newest_first(tenant: str) -> None:
     after = None
     with reading() as session:
         while True:
-            found, after = jobs.page(session, tenant, 3, after)
+            found, after = owners.page(session, tenant, 3, after)
             seen += [job.id for job in found]
             if after is None:
                 break
-        queued, _ = jobs.page(session, tenant, 10, status=Status.QUEUED)
-        ended, _ = jobs.page(session, tenant, 10, status=Status.FAILED)
+        queued, _ = owners.page(session, tenant, 10, None, Filter([Status.QUEUED]))
+        ended, _ = owners.page(session, tenant, 10, None, Filter([Status.FAILED]))
     assert seen == sorted(made, reverse=True)
     assert (len(queued), ended) == (7, [])
 

@@ -118,7 +118,8 @@ def test_a_broker_that_is_away_loses_nothing(
 def test_a_job_is_followed_to_its_result(done: str, client: TestClient) -> None:
     job = client.get(f"/v1/jobs/{done}").json()
     assert (job["status"], job["outcome"]) == ("succeeded", "sla_met")
-    assert job["progress"] == {"percent": 100.0, "eta_seconds": None}
+    best = {"per_token_s": 0.01, "first_token_s": None, "kl_nats": 0.001}
+    assert job["progress"] == {"percent": 100.0, "eta_seconds": None, "best": best}
     assert job["poll_after_seconds"] is None
     report = f"/v1/jobs/{done}/report?format="
     links = {"json": f"{report}json", "html": f"{report}html"}
