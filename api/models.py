@@ -69,6 +69,7 @@ class RegisteredModel(Base):
     parameters: Mapped[int] = mapped_column(BigInteger)
     stored_bytes: Mapped[int] = mapped_column(BigInteger)
     dtypes: Mapped[dict[str, Any]]
+    details: Mapped[dict[str, Any] | None]  # tensors, warnings, files with digests
     uploaded: Mapped[bool] = mapped_column(default=False, server_default=false())
     created_at: Mapped[datetime] = mapped_column(default=now)
     expires_at: Mapped[datetime | None]

@@ -266,6 +266,7 @@ def _add_columns() -> None:
         ["status", "hardware", "tenant_id"],
         unique=False,
     )
+    op.add_column("models", sa.Column("details", sa.JSON(), nullable=True))
     op.add_column(
         "models",
         sa.Column("uploaded", sa.Boolean(), server_default=sa.false(), nullable=False),
@@ -317,6 +318,7 @@ def _drop_columns() -> None:
     op.drop_column("tenants", "max_queued")
     op.drop_column("models", "expires_at")
     op.drop_column("models", "uploaded")
+    op.drop_column("models", "details")
     op.drop_index("ix_jobs_status_hardware_tenant_id", table_name="jobs")
     op.drop_column("jobs", "deleted_at")
     op.drop_column("jobs", "warnings")
