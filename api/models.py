@@ -272,11 +272,12 @@ class Upload(Base):
 
     id: Mapped[str] = mapped_column(primary_key=True)  # that of what it becomes
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
-    kind: Mapped[str]  # model, dataset
+    kind: Mapped[str]  # model, dataset, or folder: one that is there, to be looked at
     name: Mapped[str]
     files: Mapped[list[Any]]  # {path, bytes}, in the order of their parts
     bytes: Mapped[int] = mapped_column(BigInteger)
     part_bytes: Mapped[int] = mapped_column(BigInteger)
+    keep_s: Mapped[float | None]  # what it becomes expires so late; None: never
     state: Mapped[UploadState] = mapped_column(
         words(UploadState),
         default=UploadState.OPEN,

@@ -83,6 +83,7 @@ def _create_uploads() -> None:
         sa.Column("files", sa.JSON(), nullable=False),
         sa.Column("bytes", sa.BigInteger(), nullable=False),
         sa.Column("part_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("keep_s", sa.Double(), nullable=True),
         sa.Column(
             "state",
             sa.Enum(
