@@ -158,6 +158,15 @@ class Settings(BaseSettings):
         default=30 * DAY_S,
         description="Files of a job are deleted this long after it ended.",
     )
+    events_kept_s: Annotated[float, Field(gt=0, le=3650 * DAY_S)] = Field(
+        default=90 * DAY_S,
+        description="Events of a job, and the log of webhooks, are deleted this long "
+        "after it ended.",
+    )
+    tombstones_kept_s: Annotated[float, Field(gt=0, le=3650 * DAY_S)] = Field(
+        default=90 * DAY_S,
+        description="What is left of a deleted job is forgotten this long after.",
+    )
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0, description="CPU threads that a worker computes with. 0: all."
     )

@@ -7,11 +7,11 @@ Many sweeps may run at once: each row is moved by one of them. Callers commit
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, select
+from sqlalchemy import ColumnElement, and_, delete, exists, select
 from sqlalchemy.orm import Session
 
 from api import turns
-from api.models import HELD, Job, Status
+from api.models import FINAL, HELD, Artifact, Job, JobEvent, JobPiece, Status
 from api.settings import settings
 from api.transitions import (
     Claim,
@@ -56,6 +56,32 @@ def lost(session: Session, claim: Claim) -> bool:
         return False
     _give_up(session, job, now(session), same(job))
     return True
+
+
+def purge_events(session: Session) -> int:
+    """Delete the events of jobs that ended long ago. Return of how many jobs."""
+    before = now(session) - timedelta(seconds=settings().events_kept_s)
+    over = and_(Job.status.in_(FINAL), Job.finished_at < before)
+    told = exists().where(JobEvent.job_id == Job.id)
+    found = _ids(session, and_(over, told))
+    session.execute(delete(JobEvent).where(JobEvent.job_id.in_(found)))
+    return len(found)
+
+
+def purge_tombstones(session: Session) -> int:
+    """Forget jobs that their owners deleted long ago. Return how many."""
+    before = now(session) - timedelta(seconds=settings().tombstones_kept_s)
+    found = _ids(session, Job.deleted_at < before)
+    for table in (JobEvent, JobPiece, Artifact):
+        session.execute(delete(table).where(table.job_id.in_(found)))
+    session.execute(delete(Job).where(Job.id.in_(found)))
+    return len(found)
+
+
+def _ids(session: Session, condition: ColumnElement[bool]) -> list[str]:
+    """Return some jobs, which nobody else deletes meanwhile."""
+    query = select(Job.id).where(condition).limit(LIMIT)
+    return list(session.scalars(query.with_for_update(skip_locked=True)))
 
 
 def _some(session: Session, condition: ColumnElement[bool]) -> list[Job]:

@@ -5,8 +5,10 @@ parent never loads torch: a fork or a second job must not find an accelerator in
 """
 
 import logging
+import math
 import os
 import threading
+import time
 from typing import Any
 
 import celery
@@ -20,7 +22,7 @@ from api import pieces, queue, sweeps, turns
 from api.db import reading, transaction
 from api.settings import settings
 from api.supervise import die_with
-from workers import postman
+from workers import postman, upkeep
 from workers.beat import listen_for_stop
 
 logger = logging.getLogger(__name__)
@@ -147,10 +149,13 @@ def ring_for_next() -> None:
 
 
 def _sweep_forever() -> None:
-    pause = threading.Event()
+    pause, tidied_at = threading.Event(), -math.inf
     while True:
         try:
             sweep()
+            if time.monotonic() - tidied_at > upkeep.EVERY_S:
+                tidied_at = time.monotonic()
+                upkeep.tidy()
         except Exception:  # a database that is away comes back; so must the sweep
             logger.exception("the sweep failed; it will be tried again")
         pause.wait(settings().sweep_s)
