@@ -7,8 +7,8 @@ from fastapi import Request
 from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
-from api import auth, db, idempotency, jobs, orders, queue, resolve, views
-from api.errors import Invalid, InvalidState, SourceChanged
+from api import auth, db, idempotency, jobs, orders, queue, resolve, views, webhooks
+from api.errors import Invalid, InvalidState, NotFound, SourceChanged
 from api.idempotency import Answer, Once
 from api.models import FINAL, Job
 from api.orders import Order
@@ -24,8 +24,8 @@ def create(
     written = body.model_dump(mode="json", exclude_unset=True)
     if told := once.told(written):
         return told
-    order = order_of(body)
     with db.reading() as session:  # checking may take a while: hold no lock
+        order = _order(session, caller.tenant_id, body)
         spec = resolve.to_spec(session, caller.tenant_id, body)
     return _submit(request, once, spec, written, _signed(request, caller, order))
 
@@ -41,15 +41,16 @@ def retry(request: Request, caller: auth.Caller, once: Once, job_id: str) -> Ans
     with db.reading() as session:
         before = _ended(session, caller.tenant_id, job_id)
         body = _as_written(before)
-        spec = _as_then(session, before, body)
-    order = replace(order_of(body), retried_from=before.id)
-    signed = _signed(request, caller, order)
+        order, spec = _as_then(session, before, body)
+    signed = _signed(request, caller, replace(order, retried_from=before.id))
     return _submit(request, once, spec, before.body, signed, asked={})
 
 
-def order_of(body: OptimizeRequest) -> Order:
+def _order(session: Session, tenant_id: str, body: OptimizeRequest) -> Order:
     """Return what the body says beside what to compute. Raises Invalid."""
     webhook, search = body.webhook, body.search
+    if webhook is not None:
+        _require_endpoint(session, tenant_id, webhook.endpoint_id)
     _require("/expires_in", body.expires_in, settings().queue_limit_s)
     limit_s = settings().run_limit_s
     _require("/search/max_runtime_seconds", search.max_runtime_seconds, limit_s)
@@ -118,9 +119,12 @@ def _as_written(before: Job) -> OptimizeRequest:
         raise SourceChanged(detail) from None
 
 
-def _as_then(session: Session, before: Job, body: OptimizeRequest) -> OptimizeSpec:
+def _as_then(
+    session: Session, before: Job, body: OptimizeRequest
+) -> tuple[Order, OptimizeSpec]:
     """Look every name up again. Raises SourceChanged unless they mean the same."""
     try:
+        order = _order(session, before.tenant_id, body)
         spec = resolve.to_spec(session, before.tenant_id, body)
     except Invalid as error:
         detail = f"the job cannot be repeated: {error.detail}"
@@ -131,10 +135,19 @@ def _as_then(session: Session, before: Job, body: OptimizeRequest) -> OptimizeSp
     elif was.get("dataset_path") != spec.dataset_path:
         detail = f"the dataset {spec.data_distribution!r} is another by now"
     else:
-        return spec
+        return order, spec
     raise SourceChanged(f"{detail}; send a new request", retried_from=before.id)
 
 
 def _require(pointer: str, seconds: float | None, limit_s: float) -> None:
     if seconds is not None and seconds > limit_s:
         raise Invalid(pointer, f"at most {limit_s:.0f} seconds here, not {seconds}")
+
+
+def _require_endpoint(session: Session, tenant_id: str, endpoint_id: str) -> None:
+    try:
+        webhooks.get(session, tenant_id, endpoint_id)
+    except NotFound as error:
+        pointer = "/webhook/endpoint_id"
+        code = "unknown_webhook_endpoint"
+        raise Invalid(pointer, error.detail, code) from None
