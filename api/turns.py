@@ -72,9 +72,10 @@ def position(session: Session, job: Job) -> int | None:
     It is a forecast: jobs that come later may go first. None: it does not wait.
     """
     running, beside = _running(), [queue.name(job.hardware)]
-    order = {"partition_by": Job.tenant_id, "order_by": _within_a_tenant()}
+    order = _within_a_tenant()
+    own = func.row_number().over(partition_by=Job.tenant_id, order_by=order)
     # The first job of everybody else comes before my second, and running ones count.
-    turn = func.row_number().over(**order) + func.coalesce(running.c.count, 0)
+    turn = own + func.coalesce(running.c.count, 0)
     turns = (
         select(Job.id, turn.label("turn"), Tenant.served_at, Job.tenant_id)
         .join(Tenant, Tenant.id == Job.tenant_id)

@@ -66,7 +66,8 @@ def create_app() -> Celery:
         task_acks_late=True,
         task_acks_on_timeout=True,
         task_reject_on_worker_lost=False,
-        task_soft_time_limit=longest_s,
+        # The worker ends a job by itself; these are for a worker that hangs.
+        task_soft_time_limit=longest_s + 60,
         task_time_limit=longest_s + 120,
         # A fresh process for every job, and no job behind another that is long.
         worker_pool_start_method="spawn",

@@ -32,6 +32,10 @@ TICK_S = 0.5  # progress reaches the row at most this often
 PATIENCE_S = 1.0  # the job looks up each second; a process is for one job, and may go
 
 
+class Overdue(Exception):
+    """The job runs longer than it may."""
+
+
 class Progress(NamedTuple):
     """How far one phase got."""
 
@@ -154,6 +158,14 @@ class Beat(Pulse):
     ) -> None:
         super().__init__(claim.job_id, leave=leave)
         self._claim = claim
+        self._limit_s = claim.run_limit_s or settings().run_limit_s
+        self._over_at = time.monotonic() + self._limit_s
+
+    def check(self) -> None:
+        """Raise Cancelled if it should stop, and Overdue if it took too long."""
+        super().check()
+        if time.monotonic() > self._over_at:
+            raise Overdue(f"job {self._job_id} runs for {self._limit_s:g} s")
 
     def _say(self, session: Session, told: list[Progress]) -> Signal:
         # The job's row first, as wherever both are written: no two wait for each other.
