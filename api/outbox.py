@@ -213,7 +213,7 @@ def claim(
     )
     until = at + timedelta(seconds=CLAIM_S)
     letters = []
-    for delivery, endpoint in session.execute(query).tuples():
+    for delivery, endpoint in session.execute(query):
         if endpoint.enabled:
             letters.append(_taken(delivery, endpoint, at, until))
         else:  # it was written while somebody disabled the endpoint
@@ -247,7 +247,7 @@ def _fair(
     )
     on_the_way = list(busy_tenants)
     chosen: list[str] = []
-    for delivery_id, tenant_id in session.execute(query).tuples():
+    for delivery_id, tenant_id in session.execute(query):
         if len(chosen) == limit:
             break
         if on_the_way.count(tenant_id) < TENANT_AT_ONCE:
@@ -361,4 +361,4 @@ def ended_between(
         WebhookDelivery.next_attempt_at > since,
         WebhookDelivery.next_attempt_at <= until,
     )
-    return list(session.execute(query).tuples())
+    return list(session.execute(query))
