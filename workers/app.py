@@ -14,7 +14,12 @@ from typing import Any
 import celery
 import kombu
 from celery import Celery
-from celery.signals import worker_init, worker_process_init, worker_ready
+from celery.signals import (
+    setup_logging,
+    worker_init,
+    worker_process_init,
+    worker_ready,
+)
 from celery.worker import state
 from kombu import Queue
 
@@ -22,7 +27,7 @@ from api import pieces, queue, sweeps, turns
 from api.db import reading, transaction
 from api.settings import settings
 from api.supervise import die_with
-from workers import postman, upkeep
+from workers import logs, postman, upkeep
 from workers.beat import listen_for_stop
 
 logger = logging.getLogger(__name__)
@@ -89,6 +94,12 @@ def create_app() -> Celery:
 
 
 app = create_app()
+
+
+@setup_logging.connect
+def log_as_json(**_: Any) -> None:
+    """Take the place of Celery's own format, in the parent and in its children."""
+    logs.configure(settings().log_level)
 
 
 @worker_init.connect

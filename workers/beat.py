@@ -4,6 +4,7 @@ One thread per job writes to the row, so that the job itself never waits for the
 database, and a long kernel never silences it.
 """
 
+import contextvars
 import logging
 import os
 import select
@@ -59,7 +60,10 @@ class Pulse(ABC):
         self._signal = Signal.OK
         self._stop_at: float | None = None  # when patience with the job ends
         self._heard_at = time.monotonic()  # when the database last answered
-        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+        context = contextvars.copy_context()  # its log lines name the job, too
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name="beat", daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()
