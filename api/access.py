@@ -1,4 +1,4 @@
-"""Who may do what: the dependency that every endpoint of `/v1` but none else has.
+"""Who may do what, and how often: the dependency of every endpoint with a key.
 
 A caller who was proven moments ago is known again without the database and without a
 thread: most requests get through here in microseconds.
@@ -11,9 +11,10 @@ from fastapi.security import HTTPBearer
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api import auth, db, scopes
+from api import auth, db, rates, scopes
 from api.callers import verified
-from api.errors import InsufficientScope
+from api.errors import InsufficientScope, Unauthenticated
+from api.rates import Left, Policy, Rates
 
 _bearer = HTTPBearer(auto_error=False, scheme_name="api_key", bearerFormat="po_live_…")
 
@@ -21,15 +22,14 @@ _bearer = HTTPBearer(auto_error=False, scheme_name="api_key", bearerFormat="po_l
 async def authenticate(
     request: Request, _: Annotated[Any, Security(_bearer)]
 ) -> auth.Caller:
-    """Say who is calling, and that they may do this.
+    """Say who is calling, and that they may do this now.
 
-    Raises Unauthenticated or InsufficientScope.
+    Raises Unauthenticated, RateLimited or InsufficientScope.
     """
-    token = auth.token_in(request.headers.get("authorization"))
-    caller = verified.get(token)
-    if caller is None:
-        caller = await run_in_threadpool(_prove, token)
-    required = scopes.needed(request.scope["route"].name)
+    operation = request.scope["route"].name
+    caller = await _known(request)
+    await _count(request, caller, operation)
+    required = scopes.needed(operation)
     if required is not None and required not in caller.scopes:
         raise InsufficientScope(required)
     return caller
@@ -37,6 +37,51 @@ async def authenticate(
 
 DB = Annotated[Session, Depends(db.get_session, scope="function")]
 Caller = Annotated[auth.Caller, Depends(authenticate)]
+
+
+def who(caller: auth.Caller) -> str:
+    """Return whose requests are counted together: those of one key."""
+    return f"{caller.tenant_id}:{caller.actor}"
+
+
+async def _known(request: Request) -> auth.Caller:
+    counts: Rates = request.app.state.rates
+    where = rates.network(request.client.host if request.client else "")
+    try:
+        token = auth.token_in(request.headers.get("authorization"))
+        caller = verified.get(token)
+        if caller is not None:
+            return caller
+        if not verified.knows(token):
+            rates.require(await _look(request, counts.address, where), needed=1)
+        return await run_in_threadpool(_prove, token)
+    except Unauthenticated:
+        rates.require(await _take(request, counts.address, where))
+        raise
+
+
+async def _count(request: Request, caller: auth.Caller, operation: str) -> None:
+    counts: Rates = request.app.state.rates
+    spent = await _take(request, counts.default, who(caller))
+    rates.require(spent)
+    if operation in rates.CREATES:
+        rates.require(await _take(request, counts.create, who(caller)))
+
+
+async def _take(request: Request, policy: Policy, whose: str) -> Left | None:
+    return _told(request, await request.app.state.rates.take(policy, whose))
+
+
+async def _look(request: Request, policy: Policy, whose: str) -> Left | None:
+    left: Left | None = await request.app.state.rates.look(policy, whose)
+    return left
+
+
+def _told(request: Request, left: Left | None) -> Left | None:
+    """Leave what is left where `Envelope` finds it for the answer's headers."""
+    if left is not None:
+        request.scope["state"].setdefault("rates", []).append(left)
+    return left
 
 
 def _prove(token: str) -> auth.Caller:

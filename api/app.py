@@ -26,6 +26,7 @@ from api import (
 from api.events import Streams
 from api.metrics import Metrics, service_version
 from api.middleware import BodyLimit, Envelope
+from api.rates import Rates
 from api.settings import settings
 from api.versions import Versions
 from api.watch import Watcher, closed_on_signals
@@ -59,6 +60,7 @@ def create_app() -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.metrics = Metrics()
+    app.state.rates = Rates()
     app.state.watcher = Watcher()
     app.state.streams = Streams()
     problems.install(app)
@@ -104,6 +106,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     reader.start()
     with closed_on_signals(app.state.watcher):
         yield
+    await app.state.rates.close()
     db.close()
 
 

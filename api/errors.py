@@ -26,6 +26,7 @@
   * ConcurrencyLimit      429  concurrency_limit
   * QuotaExceeded         429  quota_exceeded
   * PreconditionRequired  428  precondition_required
+  * RateLimited           429  rate_limited
   * Unavailable           503  overloaded
 """
 
@@ -365,6 +366,24 @@ class PreconditionRequired(APIError):
 
     def __init__(self) -> None:
         super().__init__("send 'If-Match:' with the ETag that reading it gave")
+
+
+class RateLimited(APIError):
+    """The caller asks too often; `policy` names the limit."""
+
+    status = 429
+    code = "rate_limited"
+    title = "Too many requests"
+    type = "https://iana.org/assignments/http-problem-types#quota-exceeded"
+
+    def __init__(self, policy: str, quota: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"more than {quota} requests in a minute (policy {policy!r}); go on in "
+            f"{retry_after_s} s",
+            headers={"Retry-After": str(retry_after_s)},
+            limit=quota,
+        )
+        self.extensions["violated-policies"] = [policy]
 
 
 class Unavailable(APIError):

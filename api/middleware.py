@@ -5,12 +5,13 @@ Plain ASGI, so that streams pass through untouched.
 
 import re
 import time
+from typing import Any
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api import ids, problems, versions
+from api import ids, problems, rates, versions
 from api.errors import APIError, BodyTooLarge
 from api.metrics import Metrics
 
@@ -35,7 +36,7 @@ class Envelope:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else ids.new("req")
         scope.setdefault("state", {})["request_id"] = request_id
-        sent = _Sent(send, request_id)
+        sent = _Sent(send, scope["state"])
         began = time.perf_counter()
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
@@ -64,21 +65,23 @@ class Envelope:
 
 
 class _Sent:
-    """Send, with the id as a header, and remember the status; 0: nothing yet."""
+    """Send, with headers that every answer has, and remember the status; 0: none yet."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, state: dict[str, Any]) -> None:
         self.send = send
-        self.request_id = request_id
+        self.state = state
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers["X-Request-Id"] = self.request_id
+            headers["X-Request-Id"] = self.state["request_id"]
             headers["API-Version"] = versions.CURRENT
             headers.setdefault("X-Content-Type-Options", "nosniff")
             headers.setdefault("Cache-Control", "no-store")
+            if counted := self.state.get("rates"):
+                headers.raw.extend(rates.headers(counted))
         await self.send(message)
 
 

@@ -40,6 +40,7 @@ def _host_or_network(value: str) -> str:
         ) from None
 
 
+PerMinute = Annotated[int, Field(ge=0, le=1_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=30 * DAY_S, allow_inf_nan=False)]
 File = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 Words = Annotated[list[str], NoDecode, BeforeValidator(_split_at_commas)]
@@ -231,6 +232,22 @@ class Settings(BaseSettings):
     )
     webhook_poll_s: Seconds = Field(
         default=1.0, description="How often a worker looks for webhooks to deliver."
+    )
+    requests_per_minute: PerMinute = Field(
+        default=600, description="Requests that one key may send in a minute. 0: any."
+    )
+    creates_per_minute: PerMinute = Field(
+        default=30,
+        description="Of those, requests that create something. 0: any.",
+    )
+    refusals_per_minute: PerMinute = Field(
+        default=60,
+        description="Requests without a valid key from one address in a minute. 0: any.",
+    )
+    rate_limit_url: SecretStr = Field(
+        default=SecretStr(""),
+        description="A Redis that counts for all replicas, `redis://…`. Empty: each "
+        "process counts by itself.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line that is written."

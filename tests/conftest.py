@@ -32,6 +32,8 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PRECISION_DATA_DIR", str(tmp_path))
     monkeypatch.setenv("PRECISION_BROKER_URL", "memory://")
+    for limit in ("REQUESTS", "CREATES", "REFUSALS"):  # tests are in more of a hurry
+        monkeypatch.setenv(f"PRECISION_{limit}_PER_MINUTE", "100000")
     _forget()
     yield settings.settings().data_dir
     _forget()

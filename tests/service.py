@@ -24,6 +24,7 @@ FAST = {  # a lost worker is noticed in seconds
     "PRECISION_LEASE_S": "3",
     "PRECISION_BEAT_S": "0.5",
     "PRECISION_SWEEP_S": "0.5",
+    "PRECISION_CREATES_PER_MINUTE": "0",  # tests flood it
 }
 BODY: dict[str, Any] = {
     "model": "tiny",
