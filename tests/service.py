@@ -63,8 +63,15 @@ class Service:
     def key(self) -> str:
         return (self.data_dir / "api_key").read_text().strip()
 
+    def compute_child(self) -> int | None:
+        """Return the process that computes a job; None where none does."""
+        for pid in processes(self.mark):
+            if b"workers.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        return None
+
     def pool_child(self) -> int | None:
-        """Return the process that runs jobs; None between two of them."""
+        """Return the process that answers a computing one; None between two jobs."""
         worker = self.address["children"]["worker"]
         for pid in processes(self.mark):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -1,16 +1,17 @@
-"""Pieces of jobs, shared through the database: read, computed here, or by helpers.
+"""The rows of pieces, for the process that computes: what it may ask, and nothing else.
 
-A job's own worker asks for a list of results (`Shared`). What is not kept becomes rows;
-it computes one after the other, and whoever else hears the bell does so too (`assist`),
-until all are there. Whoever computes a piece, its bytes are the same.
+That process has no database, and may be a hostile model's by now. So it gets only the
+pieces of its own job, finishes only what it was given, and reads and keeps results under
+keys that only jobs on the same model ever ask for.
 """
 
-import json
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from sqlalchemy.exc import OperationalError
@@ -21,158 +22,161 @@ from api.db import reading, transaction
 from api.pieces import PieceClaim
 from api.transitions import Claim
 from optimizer.errors import Cancelled
-from optimizer.pieces import Compute, Piece, Pieces, Result, Told, to_json
+from optimizer.pieces import Piece
 from optimizer.spec import OptimizeSpec
-from workers.beat import Beat, HelpersBeat, Pulse
+from workers.beat import HelpersBeat, Pulse
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2  # how often others' results, or more pieces, are looked for
-LINGER_S = 60.0  # a helper that has the model loaded waits this long for more pieces
 TRIES = 5  # 0.5 + 1 + 2 + 4 s: within the lease, the claim is still ours
+TOO_LONG = "TooLong"  # of a result: it is kept nowhere
 
 T = TypeVar("T")
-MakeCompute = Callable[[OptimizeSpec, Pieces], Compute]
-"""Loads what a job needs, and returns how its pieces are computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Reads what is kept of one tenant; computes the rest here, and keeps it."""
+@dataclass(slots=True)
+class Bench:
+    """One computing process: the results it may read and keep, the pieces it has."""
 
+    job_id: str
     tenant_id: str
-
-    def run(
-        self, pieces: Sequence[Piece], compute: Compute, progress: Told
-    ) -> list[Result]:
-        """Return every piece's result in the order given; see `Pieces`."""
-        found = self.read([piece.key for piece in pieces])
-        for piece in pieces:
-            if piece.key not in found:
-                progress(len(found), len(pieces))
-                found[piece.key] = self._keep(piece, to_json(compute(piece)))
-        return [json.loads(found[piece.key]) for piece in pieces]
+    model_sha256: str
+    beat: Pulse
+    worker: str
+    held: dict[str, PieceClaim] = field(default_factory=dict)  # by the process's key
+    finished: int = 0
 
     def read(self, keys: Collection[str]) -> dict[str, str]:
         """Return the JSON text of each key that is kept."""
-        return _insist(lambda session: rows.read(session, self.tenant_id, keys))
+        own = {self.own(key): key for key in keys}
+        found = _insist(lambda session: rows.read(session, self.tenant_id, own))
+        return {own[key]: text for key, text in found.items()}
 
-    def _keep(self, piece: Piece, text: str) -> str:
-        _insist(lambda session: rows.keep(session, self.tenant_id, piece, text))
-        return text
+    def keep(self, piece: Piece, text: str) -> None:
+        """Keep a result."""
+        mine = replace(piece, key=self.own(piece.key))
+        _insist(lambda session: rows.keep(session, self.tenant_id, mine, text))
 
+    def finish(self, key: str, text: str | None) -> None:
+        """Keep a piece's result, whoever has the piece by now. None: it is too long.
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The pieces of one job, for its own worker: helpers compute them, too."""
-
-    claim: Claim
-    beat: Beat
-    worker: str
-
-    def run(
-        self, pieces: Sequence[Piece], compute: Compute, progress: Told
-    ) -> list[Result]:
-        """Return every piece's result in the order given; see `Pieces`.
-
-        Raises Cancelled where the job is not this worker's any more.
+        Raises KeyError where this process was not given the piece.
         """
-        wanted = {piece.key: piece for piece in pieces}
-        kept = Kept(self.claim.tenant_id)
-        found = kept.read(wanted)
-        missing = [key for key in wanted if key not in found]
-        if missing:
-            self._add([wanted[key] for key in missing])
-        while missing:
-            progress(len(found), len(wanted))
-            busy = self._compute_one(missing, compute) or self._wait(missing)
-            found |= kept.read(missing)
-            missing = [key for key in wanted if key not in found]
-            if missing and not busy:  # a result was lost since it was done
-                self._add([wanted[key] for key in missing])
-        self._drop(wanted)
-        progress(len(wanted), len(wanted))
-        return [json.loads(found[piece.key]) for piece in pieces]
+        claim = self.held.pop(key)
+        self._now_computes()
+        if text is None:
+            _insist(lambda session: rows.fail(session, claim, TOO_LONG))
+        else:
+            _insist(lambda session: rows.finish(session, claim, text))
+        self.finished += 1
 
-    def _add(self, pieces: list[Piece]) -> None:
-        if not _insist(lambda session: rows.add(session, self.claim, pieces)):
-            raise Cancelled(f"job {self.claim.job_id} is another worker's, or stopping")
+    def own(self, key: str) -> str:
+        """Return the key of a row: another model's process never asks for it."""
+        return hashlib.sha256(f"{self.model_sha256}:{key}".encode()).hexdigest()
+
+    def _take(self, key: str, claim: PieceClaim) -> None:
+        self.held[key] = claim
+        self._now_computes()
+
+    def _now_computes(self) -> None:
+        """Tell the beat; a piece may need another, so several may be held."""
+        self.beat.piece = next(reversed(self.held.values()), None)
+
+
+@dataclass(slots=True)
+class JobsBench(Bench):
+    """That of a job's own process; helpers compute its pieces, too."""
+
+    job: Claim = field(kw_only=True)
+
+    @classmethod
+    def of(cls, claim: Claim, beat: Pulse, worker: str) -> "JobsBench":
+        """Return the bench of a job that this worker has."""
+        model = claim.spec.model_sha256
+        ids = (claim.job_id, claim.tenant_id, model)
+        return cls(*ids, beat, worker, job=claim)
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Have these computed. Raises Cancelled where the job is not ours any more."""
+        mine = [replace(piece, key=self.own(piece.key)) for piece in pieces]
+        if not _insist(lambda session: rows.add(session, self.job, mine)):
+            raise Cancelled(f"job {self.job_id} is another worker's, or stopping")
         if len(pieces) > 1:
-            queue.ring_for_help(self.claim.job_id)
+            queue.ring_for_help(self.job_id, self.job.spec.hardware)
 
-    def _compute_one(self, keys: Collection[str], compute: Compute) -> bool:
-        """Compute a piece that nobody does. False: others have all of them."""
+    def claim(self, keys: Collection[str]) -> str | None:
+        """Take one of these pieces that nobody computes. None: others have all."""
+        self.beat.check()
+        own = {self.own(key): key for key in keys}
         claim = _insist(
-            lambda session: rows.claim_own(session, self.claim, keys, self.worker)
+            lambda session: rows.claim_own(session, self.job, own, self.worker)
         )
-        if claim is not None:
-            _compute(self.beat, claim, compute)
-        return claim is not None
+        if claim is None:
+            return None
+        key = own[claim.piece.key]
+        self._take(key, claim)
+        return key
 
-    def _wait(self, keys: Collection[str]) -> bool:
-        """Wait a moment for others. False: none of these is still to be done."""
-        time.sleep(POLL_S)
-        return _look(lambda session: rows.underway(session, self.claim.job_id, keys))
+    def underway(self, keys: Collection[str]) -> bool:
+        """Return whether one of these is still to be done."""
+        own = [self.own(key) for key in keys]
+        return _look(lambda session: rows.underway(session, self.job_id, own))
 
-    def _drop(self, keys: Collection[str]) -> None:
-        if not _insist(lambda session: rows.drop(session, self.claim, keys)):
-            raise Cancelled(f"job {self.claim.job_id} is another worker's")
+    def drop(self, keys: Collection[str]) -> None:
+        """Take these away: their results were read."""
+        own = [self.own(key) for key in keys]
+        if not _insist(lambda session: rows.drop(session, self.job, own)):
+            raise Cancelled(f"job {self.job_id} is another worker's")
 
 
-def assist(job_id: str, worker: str, make: MakeCompute) -> int:
+@dataclass(slots=True)
+class HelpersBench(Bench):
+    """That of a helper, whose job is another worker's."""
+
+    def next(self) -> Piece | bool:
+        """Take a piece. True: there may be one soon; False: go."""
+        self.beat.check()
+        claim = _insist(lambda session: rows.claim(session, self.job_id, self.worker))
+        if claim is None:
+            return _look(lambda session: rows.stay(session, self.job_id))
+        self._take(claim.piece.key, claim)
+        return claim.piece
+
+    def leave(self, error: str) -> None:
+        """Leave what is held to the job's own worker."""
+        with_error = partial(rows.fail, error=error)
+        for claim in self.held.values():
+            _insist(partial(with_error, claim=claim))
+
+
+Computing = Callable[[OptimizeSpec, HelpersBench], object]
+"""Loads what a job needs, and computes pieces until none is left."""
+
+
+def assist(job_id: str, worker: str, computing: Computing) -> int:
     """Compute pieces of a running job until none is left. Return how many.
 
     Safe to call twice: where no piece waits, nothing is loaded. No piece is held
     while the model loads: the others do not wait for that.
     """
-    count = 0
     found = _look(lambda session: rows.waiting(session, job_id))
     if found == 0:
         logger.info("job %s needs no help", job_id)
-        return count
+        return 0
+    tenant_id, spec = _look(lambda session: rows.owner(session, job_id))
     if found > 1:
-        queue.ring_for_help(job_id)  # whoever hears it rings on
+        queue.ring_for_help(job_id, spec.hardware)  # whoever hears it rings on
     with HelpersBeat(job_id) as beat:
+        bench = HelpersBench(job_id, tenant_id, spec.model_sha256, beat, worker)
         try:
-            tenant_id, spec = _look(lambda session: rows.owner(session, job_id))
-            compute = make(spec, Kept(tenant_id))
-            while (claim := _next(job_id, worker)) is not None:
-                beat.piece = claim
-                _compute(beat, claim, compute)
-                count += 1
+            computing(spec, bench)
         except Cancelled:
             logger.info("job %s needs no help any more", job_id)
         except Exception as error:
             logger.exception("job %s is left to its own worker", job_id)
-            _leave(beat, error)
-    return count
-
-
-def _next(job_id: str, worker: str) -> PieceClaim | None:
-    """Take a piece, or wait for the job's next list. None: go."""
-    end = time.monotonic() + LINGER_S
-    while True:
-        claim = _insist(lambda session: rows.claim(session, job_id, worker))
-        if claim is not None or time.monotonic() > end:
-            return claim
-        if not _look(lambda session: rows.stay(session, job_id)):
-            return None
-        time.sleep(POLL_S)
-
-
-def _compute(beat: Pulse, claim: PieceClaim, compute: Compute) -> None:
-    """Compute a piece and keep what it comes to, whoever has the piece by then."""
-    beat.check()
-    outer, beat.piece = beat.piece, claim  # computing one may need another
-    text = to_json(compute(claim.piece))
-    beat.piece = outer if outer is not claim else None
-    _insist(lambda session: rows.finish(session, claim, text))
-
-
-def _leave(beat: Pulse, error: Exception) -> None:
-    if (claim := beat.piece) is not None:
-        name = type(error).__name__  # the message may hold the owner's data
-        _insist(lambda session: rows.fail(session, claim, name))
+            # The message may hold the owner's data.
+            bench.leave(getattr(error, "name", type(error).__name__))
+    return bench.finished
 
 
 def _insist(write: Callable[[Session], T]) -> T:

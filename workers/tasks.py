@@ -1,30 +1,33 @@
-"""What a worker does when the bell rings: claim, run, close."""
+"""What a worker does when the bell rings: claim, have it computed, publish, close."""
 
-import json
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from api import jobs, profiles, storage
+from api import jobs, storage, sweeps
 from api.db import transaction
 from api.queue import RUN_JOB, RUN_PIECES
-from api.settings import settings
-from api.storage import Stored
 from api.transitions import Claim
-from optimizer import hardware
-from optimizer.errors import Cancelled, OptimizerError
-from optimizer.pieces import Compute, Pieces
+from optimizer.errors import Cancelled
 from optimizer.spec import OptimizeSpec
+from workers import failures, relay, workdir
 from workers.app import app, queues, ring_for_next
 from workers.beat import Beat, Progress
-from workers.pieces import Shared, assist
+from workers.channel import Garbled
+from workers.messages import Done
+from workers.pieces import HelpersBench, JobsBench, assist
+from workers.relay import Crashed, Refused
+from workers.watch import OutOfMemory, TooMany
+from workers.workdir import Workdir
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +40,21 @@ PHASES = {
     "validate": 46.0,
     "report": 2.0,
 }
+TOO_LONG = {
+    "code": "deadline_exceeded",
+    "category": "user",
+    "retryable": False,
+    "message": "the job ran longer than the service allows; ask for fewer tokens",
+}
+TAKEN_OVER = {
+    "code": "untrusted_process",
+    "category": "platform",
+    "retryable": False,
+    "message": "the process that computed the job did what no job does, and was ended; "
+    "the operator's log has the details",
+}
+MOST_FILES = 4096  # that a job may leave
 CLOSE_TRIES = 6  # 0.5 + 1 + 2 + 4 + 8 s: within the lease, the row is still ours
-
-Document = dict[str, Any]
 
 
 @app.task(name=RUN_JOB)
@@ -53,31 +68,33 @@ def run_job(job_id: str) -> None:
     if claim is None:
         logger.info("job %s is taken, finished, or has to wait", job_id)
         return
-    ring_for_next()  # others may be free
     try:
-        _run(claim)
+        with Beat(claim) as beat:  # before all else: it gives the job back at SIGTERM
+            ring_for_next()  # others may be free
+            _run(claim, beat)
     finally:
         ring_for_next()  # its tenant may run one more now
 
 
-def _run(claim: Claim) -> None:
+def _run(claim: Claim, beat: Beat) -> None:
     meter = Meter()
-    with Beat(claim) as beat:
-        try:
-            document = _optimize(claim, meter, beat)
-            _finalize(claim, document)
-        except Cancelled:
-            _close(claim, lambda session: False)
-        except Exception as error:
-            logger.exception("job %s failed in %s", claim.job_id, meter.phase)
-            problem = explain(error, meter.phase)
-            _close(claim, lambda session: jobs.fail(session, claim, problem))
+    try:
+        _compute(claim, meter, beat)
+    except Cancelled:
+        _close(claim, lambda session: False)
+    except Crashed:
+        logger.exception("job %s lost its process in %s", claim.job_id, meter.phase)
+        _close(claim, lambda session: sweeps.lost(session, claim))
+    except Exception as error:
+        logger.exception("job %s failed in %s", claim.job_id, meter.phase)
+        problem = explain(error, meter.phase)
+        _close(claim, lambda session: jobs.fail(session, claim, problem))
 
 
 @app.task(name=RUN_PIECES)
 def run_pieces(job_id: str) -> None:
     """Help a running job. Safe to call twice: the second finds no piece."""
-    count = assist(job_id, _name(), _work)
+    count = assist(job_id, _name(), _help)
     logger.info("job %s: %d pieces computed here", job_id, count)
 
 
@@ -115,110 +132,87 @@ class Meter:
 
 def explain(error: BaseException, phase: str) -> dict[str, Any]:
     """Return the error that the job's owner sees. Our own defects stay in the log."""
-    code, category, retryable = "internal_error", "platform", True
-    message = "the worker met a defect of its own; the operator's log has the details"
-    if isinstance(error, OptimizerError):
-        code, category, retryable = error.code, error.category, False
-        message = str(error)
+    if isinstance(error, Refused):
+        return error.problem
+    found = failures.explain(error, phase)
+    if isinstance(error, OutOfMemory):
+        found |= failures.OUT_OF_MEMORY
     elif isinstance(error, SoftTimeLimitExceeded):
-        code, category, retryable = "deadline_exceeded", "user", False
-        message = "the job ran longer than the service allows; ask for fewer tokens"
-    elif _is_out_of_memory(error):
-        code, category, retryable = "device_out_of_memory", "hardware", False
-        message = "the worker ran out of memory; ask for fewer or shorter sequences"
-    found = {"code": code, "category": category, "retryable": retryable}
-    return {**found, "message": message, "phase": phase}
+        found |= TOO_LONG
+    elif isinstance(error, Garbled | TooMany):
+        found |= TAKEN_OVER
+    elif isinstance(error, OSError):
+        found |= failures.NO_ROOM
+    return found
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. By name, for torch is not to be imported for this."""
-    named = type(error).__name__ == "OutOfMemoryError"
-    allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(
-        error
-    )
-    return isinstance(error, MemoryError) or named or allocator
+def _compute(claim: Claim, meter: Meter, beat: Beat) -> None:
+    """Compute the job and publish it; where memory runs out, once more with less."""
+    try:
+        _attempt(claim, meter, beat, sparing=False)
+    except OutOfMemory as error:
+        logger.warning("job %s is run again with less: %s", claim.job_id, error)
+        said = f"memory ran out in {meter.phase}; the job is run again, in less"
+        with transaction() as session:
+            jobs.warn(session, claim, "run_with_less_memory", said)
+        _attempt(claim, meter, beat, sparing=True)
 
 
-def _optimize(claim: Claim, meter: Meter, beat: Beat) -> Document:
-    beat.tell(meter.read("load", 0.0))
-    _prepare()
-    from optimizer.run import optimize
-
-    def progress(phase: str, fraction: float, detail: str = "") -> None:
+def _attempt(claim: Claim, meter: Meter, beat: Beat, *, sparing: bool) -> None:
+    def told(phase: str, fraction: float) -> None:
+        if phase not in PHASES:
+            raise Garbled(f"there is no phase {phase!r}")
         beat.tell(meter.read(phase, fraction))
 
-    profile = profiles.tables(claim.spec.hardware)
-    return optimize(claim.spec, progress, Shared(claim, beat, _name()), profile)
+    told("load", 0.0)
+    bench = JobsBench.of(claim, beat, _name())
+    with workdir.opened() as folder:
+        start = relay.start("optimize", claim.spec, folder, sparing=sparing)
+        done = relay.compute(start, bench, beat, told, folder)
+        _finalize(claim, done, folder)
 
 
-def _work(spec: OptimizeSpec, pieces: Pieces) -> Compute:
-    """Load a job's model, and return how its pieces are computed."""
-    _prepare()
-    from optimizer.work import Work
-
-    work = Work(spec, pieces)
-    work.opened()
-    assert work.model is not None  # reading it loads it
-    return work.compute
+def _help(spec: OptimizeSpec, bench: HelpersBench) -> None:
+    with workdir.opened() as folder:
+        start = relay.start("assist", spec, folder, sparing=False)
+        relay.compute(start, bench, bench.beat, lambda phase, fraction: None, folder)
 
 
-def _prepare() -> None:
-    import torch  # seconds, and never in the parent
-
-    hardware.use(settings().hardware_file)
-    torch.set_num_threads(settings().threads or os.cpu_count() or 1)
-
-
-def _finalize(claim: Claim, document: Document) -> None:
+def _finalize(claim: Claim, done: Done, folder: Workdir) -> None:
     """Store what came out, then publish it with the job's success, at once."""
+    if done.outcome is None:
+        raise Garbled("a job has an outcome")
+    outcome, summary = done.outcome, done.summary
     with transaction() as session:
         if not jobs.finalize(session, claim):
             raise Cancelled
-    artifacts = [_put(claim, name, text) for name, text in _files(document).items()]
-    outcome, summary = document["verdict"]["outcome"], summarize(document)
+    artifacts = [
+        storage.put_file(claim.job_id, claim.attempt, name, path)
+        for name, path in left(folder.output)
+    ]
     _close(
         claim,
         lambda session: jobs.succeed(session, claim, outcome, summary, artifacts),
     )
 
 
-def _files(document: Document) -> dict[str, str]:
-    from optimizer.report import render_html
+def left(output: Path) -> list[tuple[str, Path]]:
+    """Return the name and the place of every file that the process left.
 
-    return {
-        "report.json": json.dumps(document, allow_nan=False),
-        "report.html": render_html(document),
-        "stack.json": json.dumps(stack(document), indent=1),
-    }
-
-
-def _put(claim: Claim, name: str, text: str) -> Stored:
-    return storage.put(claim.job_id, claim.attempt, name, text.encode())
-
-
-def stack(document: Document) -> Document:
-    """Return the answer alone, for machines: a choice for every site."""
-    return {
-        "schema": "precision.stack/1",
-        "model": {k: document["model"][k] for k in ("name", "sha256")},
-        "hardware": document["hardware"]["id"],
-        "rounding": document["rounding"]["used"],
-        "stack": {site["site"]: site["choice"] for site in document["sites"]},
-        "padding": {s["site"]: s["padding"] for s in document["sites"] if s["padding"]},
-    }
-
-
-def summarize(document: Document) -> Document:
-    """Return what the job object shows of the report: points without their stacks."""
-    front = [{k: v for k, v in p.items() if k != "stack"} for p in document["front"]]
-    validated = document["validation"]["stacks"]
-    return {
-        "outcome": document["verdict"]["outcome"],
-        "precision_stack": document["precision_stack"],
-        "layers": document["layers"],
-        "front": front,
-        "chosen": next(s for s in validated if s["id"] == "chosen"),
-    }
+    Raises Garbled where something is no file of its own, or has no artifact's name.
+    """
+    found = []
+    for path in sorted(output.rglob("*")):
+        status, name = path.lstat(), path.relative_to(output).as_posix()
+        if stat.S_ISDIR(status.st_mode):
+            continue
+        plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+        if not plain or not storage.ARTIFACT.fullmatch(name):
+            raise Garbled(f"no artifact: {name[:100]!r}")
+        found.append((name, path))
+    if len(found) > MOST_FILES:
+        raise Garbled(f"{len(found)} files")
+    return found
 
 
 def _close(claim: Claim, end: Callable[[Session], bool]) -> None:

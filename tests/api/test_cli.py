@@ -21,6 +21,7 @@ from api.cli import main, seconds
 from optimizer.errors import DatasetError
 from tests.optimizer.example_document import example_document
 from tests.service import tiny_model
+from tests.workers import in_thread
 from workers.tasks import run_job
 
 Run = Callable[..., tuple[int, str, str]]
@@ -66,6 +67,7 @@ def site(
 ) -> Iterator[Path]:
     """Serve the API on a port and run what its bells ring for; gives the data folder."""
     tiny_model(sqlite / "models" / "tiny")
+    in_thread.use(monkeypatch)
     rung: Queue[str | None] = Queue()
     monkeypatch.setattr(queue, "ring", rung.put)
     worker = threading.Thread(target=lambda: [run_job(i) for i in iter(rung.get, None)])

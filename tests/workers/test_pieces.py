@@ -4,9 +4,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,10 @@ from optimizer.errors import Cancelled, NonFiniteError
 from optimizer.pieces import Compute, Memory, Piece, Pieces, Result, key_of
 from optimizer.spec import OptimizeSpec
 from tests.service import eventually
-from workers import app, pieces
-from workers.beat import Beat
-from workers.pieces import Kept, Shared, assist
+from workers import app, pieces, sharing
+from workers.beat import Beat, HelpersBeat
+from workers.pieces import Bench, HelpersBench, JobsBench
+from workers.sharing import Kept, Shared
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -82,11 +83,48 @@ def job(calls: list[str]) -> Claim:
     return claimed(submit())
 
 
+@dataclass(frozen=True)
+class Own(Shared):
+    """The pieces of a job that runs here, and beats, at its worker's own desk."""
+
+    desk: JobsBench
+
+    @property
+    def claim(self) -> Claim:
+        return self.desk.job
+
+    @property
+    def beat(self) -> Beat:
+        assert isinstance(self.desk.beat, Beat)
+        return self.desk.beat
+
+
+def own(job: Claim, beat: Beat) -> Own:
+    return Own(JobsBench.of(job, beat, "own"))
+
+
 @pytest.fixture
-def shared(job: Claim) -> Iterator[Shared]:
-    """The pieces of a job that runs here, and beats."""
+def shared(job: Claim) -> Iterator[Own]:
     with Beat(job, leave=lambda code: None) as beat:
-        yield Shared(job, beat, "own")
+        yield own(job, beat)
+
+
+def stored(pieces: list[Piece]) -> list[Piece]:
+    """Return the pieces under the keys of their rows."""
+    bench = Bench("", "", SPEC.model_sha256, HelpersBeat(""), "")
+    return [replace(piece, key=bench.own(piece.key)) for piece in pieces]
+
+
+MakeCompute = Callable[[OptimizeSpec, Pieces], Compute]
+
+
+def assist(job_id: str, worker: str, make: MakeCompute) -> int:
+    """Help as a worker does, but compute in this very process."""
+
+    def computing(spec: OptimizeSpec, bench: HelpersBench) -> None:
+        sharing.assist(bench, make(spec, Kept(bench)))
+
+    return pieces.assist(job_id, worker, computing)
 
 
 @dataclass
@@ -120,7 +158,7 @@ def cancel(job: Claim) -> None:
 
 
 def test_one_worker_computes_all_in_their_order_and_leaves_no_rows(
-    shared: Shared, calls: list[str]
+    shared: Own, calls: list[str]
 ) -> None:
     compute, told = Counted(), list[tuple[int, int]]()
     found = shared.run(PIECES, compute, lambda *at: told.append(at))
@@ -131,39 +169,39 @@ def test_one_worker_computes_all_in_their_order_and_leaves_no_rows(
     assert calls == [shared.claim.job_id]  # one bell; who hears it rings on
 
 
-def test_another_job_of_the_tenant_computes_nothing(shared: Shared) -> None:
+def test_another_job_of_the_tenant_computes_nothing(shared: Own) -> None:
     shared.run(PIECES, thirds, quiet)
     compute = Counted()
     second = claimed(submit())
     with Beat(second) as beat:
-        assert Shared(second, beat, "own").run(PIECES, compute, quiet) == EXPECTED
+        assert own(second, beat).run(PIECES, compute, quiet) == EXPECTED
         more = [*PIECES, piece(100)]
-        Shared(second, beat, "own").run(more, compute, quiet)
+        own(second, beat).run(more, compute, quiet)
     assert compute.numbers == [100]
 
 
-def test_another_tenants_job_computes_all(shared: Shared) -> None:
+def test_another_tenants_job_computes_all(shared: Own) -> None:
     shared.run(PIECES, thirds, quiet)
     compute = Counted()
     other = claimed(submit("other"))
     with Beat(other) as beat:
-        assert Shared(other, beat, "own").run(PIECES, compute, quiet) == EXPECTED
+        assert own(other, beat).run(PIECES, compute, quiet) == EXPECTED
     assert len(compute.numbers) == COUNT
 
 
-def test_a_piece_that_is_asked_for_twice_is_computed_once(shared: Shared) -> None:
+def test_a_piece_that_is_asked_for_twice_is_computed_once(shared: Own) -> None:
     compute = Counted()
     found = shared.run([PIECES[1], PIECES[0], PIECES[1]], compute, quiet)
     assert found == [EXPECTED[1], EXPECTED[0], EXPECTED[1]]
     assert compute.numbers == [1, 0]
 
 
-def test_one_piece_needs_no_help(shared: Shared, calls: list[str]) -> None:
+def test_one_piece_needs_no_help(shared: Own, calls: list[str]) -> None:
     shared.run(PIECES[:1], thirds, quiet)
     assert calls == []
 
 
-def test_a_piece_may_need_another(shared: Shared) -> None:
+def test_a_piece_may_need_another(shared: Own) -> None:
     inner = Counted()
 
     def compute(piece: Piece) -> Result:
@@ -176,7 +214,7 @@ def test_a_piece_may_need_another(shared: Shared) -> None:
     assert inner.numbers == [0]
 
 
-def test_what_a_lost_attempt_did_is_kept(shared: Shared) -> None:
+def test_what_a_lost_attempt_did_is_kept(shared: Own) -> None:
     def lost(piece: Piece) -> Result:
         if piece.payload["number"] == 5:
             raise SystemExit
@@ -189,12 +227,12 @@ def test_what_a_lost_attempt_did_is_kept(shared: Shared) -> None:
     compute = Counted()
     second = claimed(shared.claim.job_id)
     with Beat(second) as beat:
-        assert Shared(second, beat, "own").run(PIECES, compute, quiet) == EXPECTED
+        assert own(second, beat).run(PIECES, compute, quiet) == EXPECTED
     assert sorted(compute.numbers) == [5, 6, 7]
     assert rows_of(second) == []
 
 
-def test_a_worker_that_lost_the_job_computes_nothing(shared: Shared) -> None:
+def test_a_worker_that_lost_the_job_computes_nothing(shared: Own) -> None:
     with db.transaction() as session:
         assert jobs.release(session, shared.claim)
     claimed(shared.claim.job_id)
@@ -204,7 +242,7 @@ def test_a_worker_that_lost_the_job_computes_nothing(shared: Shared) -> None:
     assert compute.numbers == []
 
 
-def test_the_error_of_a_piece_ends_the_job(shared: Shared) -> None:
+def test_the_error_of_a_piece_ends_the_job(shared: Own) -> None:
     def compute(piece: Piece) -> Result:
         raise NonFiniteError("layers.3.ffn_out, sample 2")
 
@@ -217,7 +255,7 @@ def test_the_error_of_a_piece_ends_the_job(shared: Shared) -> None:
 
 @pytest.mark.parametrize("helpers", [1, 3])
 def test_many_workers_give_the_same_and_each_piece_is_computed_once(
-    shared: Shared, helpers: int
+    shared: Own, helpers: int
 ) -> None:
     computes = [Counted(delay_s=0.05) for _ in range(helpers + 1)]
     own, *others = computes
@@ -239,7 +277,7 @@ def test_many_workers_give_the_same_and_each_piece_is_computed_once(
 def add(job: Claim, first: int = 0, last: int = COUNT) -> None:
     """As if the job's own worker were busy elsewhere."""
     with db.transaction() as session:
-        assert rows.add(session, job, PIECES[first:last])
+        assert rows.add(session, job, stored(PIECES[first:last]))
 
 
 def test_a_helper_rings_on_while_pieces_wait(job: Claim, calls: list[str]) -> None:
@@ -290,14 +328,14 @@ def test_a_helper_leaves_when_another_job_waits(job: Claim) -> None:
     add(job, 0, 2)
     with ThreadPoolExecutor(1) as pool:
         helper = pool.submit(assist, job.job_id, "helper", Counted().make)
-        time.sleep(3 * pieces.POLL_S)
+        time.sleep(3 * sharing.POLL_S)
         assert not helper.done()
         submit()
         assert helper.result(5) == 2
 
 
 def test_a_helper_that_cannot_leaves_the_piece_to_the_jobs_own(
-    shared: Shared,
+    shared: Own,
 ) -> None:
     add(shared.claim, 0, 2)
 
@@ -314,7 +352,7 @@ def test_a_helper_that_cannot_leaves_the_piece_to_the_jobs_own(
     assert shared.run(PIECES, thirds, quiet) == EXPECTED
 
 
-def test_a_helper_keeps_its_piece_while_it_computes(shared: Shared) -> None:
+def test_a_helper_keeps_its_piece_while_it_computes(shared: Own) -> None:
     """Three leases long, as a kernel may be: nobody else takes it."""
     own, other = Counted(), Counted(delay_s=3.6)
     add(shared.claim, 0, 1)
@@ -327,7 +365,7 @@ def test_a_helper_keeps_its_piece_while_it_computes(shared: Shared) -> None:
     assert (own.numbers, other.numbers) == ([1], [0])
 
 
-def test_a_cancel_is_heard_while_others_compute(shared: Shared) -> None:
+def test_a_cancel_is_heard_while_others_compute(shared: Own) -> None:
     def progress(done: int, planned: int) -> None:
         shared.beat.check()
         if done == 1:
@@ -361,7 +399,7 @@ def killed_helper(job_id: str, started: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_helper_loses_only_its_current_piece(
-    shared: Shared, tmp_path: Path
+    shared: Own, tmp_path: Path
 ) -> None:
     add(shared.claim)
     started = tmp_path / "started"
@@ -383,7 +421,8 @@ def test_a_killed_helper_loses_only_its_current_piece(
 
 
 def test_kept_results_are_read_and_the_rest_is_computed_here(job: Claim) -> None:
-    kept, compute = Kept(job.tenant_id), Counted()
+    bench = Bench(job.job_id, job.tenant_id, "0" * 64, HelpersBeat(""), "own")
+    kept, compute = Kept(bench), Counted()
     assert kept.run(PIECES[:2], compute, quiet) == EXPECTED[:2]
     assert kept.run(PIECES, compute, quiet) == EXPECTED
     assert compute.numbers == list(range(COUNT))

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -54,11 +54,12 @@ def until(service: Service, job_id: str, *states: str) -> dict[str, Any]:
     return dict(job)
 
 
-def kill_child(service: Service) -> None:
-    """Kill the process that runs the job, as the kernel does when memory is short."""
-    child = eventually(service.pool_child)
+def kill(find: Callable[[], int | None]) -> int:
+    """Kill a process when it is there, as the kernel does when memory is short."""
+    child = eventually(find)
     assert child is not None
     os.kill(child, signal.SIGKILL)
+    return int(child)
 
 
 def test_a_killed_worker_ends_in_a_second_attempt_and_one_success(
@@ -66,7 +67,9 @@ def test_a_killed_worker_ends_in_a_second_attempt_and_one_success(
 ) -> None:
     job_id = running.client.optimize(BODY)["id"]
     assert until(running, job_id, "running")["status"] == "running"
-    kill_child(running)
+    computing = eventually(running.compute_child)
+    kill(running.pool_child)
+    assert eventually(lambda: not Path(f"/proc/{computing}").exists(), 10)
     job = until(running, job_id)
     assert (job["status"], job["attempt"]) == ("succeeded", 2), job["error"]
     types = [event["type"] for event in running.client.events(job_id)]
@@ -81,6 +84,23 @@ def test_a_killed_worker_ends_in_a_second_attempt_and_one_success(
     ]
     assert percents == sorted(percents)
     assert max(percents) < 100
+
+
+def test_a_killed_process_that_computes_is_run_again_with_less_memory(
+    running: Service,
+) -> None:
+    job_id = running.client.optimize(BODY)["id"]
+    computing = eventually(running.compute_child)
+    environment = Path(f"/proc/{computing}/environ").read_bytes()
+    for name in (b"PRECISION_BROKER_URL", b"PRECISION_DATABASE_URL", b"redis://"):
+        assert name not in environment
+    kill(running.compute_child)
+    job = until(running, job_id)
+    assert (job["status"], job["attempt"]) == ("succeeded", 1), job["error"]
+    events = running.client.events(job_id)
+    (warning,) = [e["data"] for e in events if e["type"] == "job.warning"]
+    assert warning["code"] == "run_with_less_memory"
+    assert list((running.data_dir / "work").iterdir()) == []
 
 
 def test_a_cancel_is_seen_within_five_seconds(running: Service) -> None:

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from api import auth, db, jobs, queue, settings, storage
+from api import auth, db, jobs, queue, storage
 from api.models import Artifact, Job, JobEvent, Status
 from api.transitions import Claim
 from optimizer.errors import DatasetError
 from optimizer.pieces import Pieces
 from optimizer.spec import OptimizeSpec
 from tests.optimizer.example_document import example_document
-from workers import app, tasks
+from tests.workers import in_thread
+from workers import app, outputs, tasks
 from workers.beat import Beat, Progress
 from workers.tasks import Meter, run_job
 
@@ -36,7 +37,7 @@ def optimizer(
 ) -> Callable[[Optimize], None]:
     """Put a function in the place of `optimizer.run.optimize`."""
     monkeypatch.setenv("PRECISION_BEAT_S", "0.1")
-    settings.settings.cache_clear()
+    in_thread.use(monkeypatch)
     run, torch = ModuleType("optimizer.run"), ModuleType("torch")
     torch.set_num_threads = lambda count: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "optimizer.run", run)
@@ -110,7 +111,7 @@ def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
     assert stack["padding"] == {}
     to = {"n": 50257, "k": 768, "padded_n": 50272, "padded_k": 768}
     sites = [{**site, "padding": to} for site in DOCUMENT["sites"][-1:]]
-    padded = tasks.stack({**DOCUMENT, "sites": sites})
+    padded = outputs.stack({**DOCUMENT, "sites": sites})
     assert padded["padding"] == {sites[0]["site"]: to}
 
 

@@ -1,0 +1,167 @@
+"""What the computing process may say to its worker. Whatever else it says is an error.
+
+The worker believes nothing: every field has a type, a pattern or a limit.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from optimizer.pieces import Piece
+from workers.channel import Garbled
+
+Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of `pieces.key_of`
+Keys = Annotated[list[Key], Field(max_length=100_000)]
+Word = Annotated[str, Field(pattern=r"^[a-z][a-z_]{0,63}$")]
+Said = Annotated[str, Field(max_length=4000)]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Unprotected(_Message):
+    """A measure of the sandbox that this machine does not allow, and why."""
+
+    measure: Word
+    reason: Said
+
+
+class Started(_Message):
+    """The sandbox is closed; what was not possible of it."""
+
+    do: Literal["started"]
+    unprotected: Annotated[list[Unprotected], Field(max_length=32)]
+
+
+class Tell(_Message):
+    """How far a phase is."""
+
+    do: Literal["tell"]
+    phase: Word
+    fraction: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Asked(_Message):
+    """A piece that is to be computed, by whoever has time."""
+
+    kind: Word
+    key: Key
+    payload: dict[str, Any]
+
+    def piece(self) -> Piece:
+        """Return it as the optimizer knows it."""
+        return Piece(self.kind, self.key, self.payload)
+
+
+class Read(_Message):
+    """Which of these results are kept? Their texts follow the answer."""
+
+    do: Literal["read"]
+    keys: Keys
+
+
+class Add(_Message):
+    """Let others compute these, too."""
+
+    do: Literal["add"]
+    pieces: Annotated[list[Asked], Field(max_length=100_000)]
+
+
+class Claim(_Message):
+    """Give me one of these that nobody computes."""
+
+    do: Literal["claim"]
+    keys: Keys
+
+
+class Next(_Message):
+    """Give a helper the next piece."""
+
+    do: Literal["next"]
+
+
+class Finish(_Message):
+    """A piece is computed; its result follows, unless it is too long to be kept."""
+
+    do: Literal["finish"]
+    key: Key
+    kept: bool = True
+
+
+class Keep(_Message):
+    """Keep a result of nobody's piece; it follows."""
+
+    do: Literal["keep"]
+    kind: Word
+    key: Key
+
+
+class Underway(_Message):
+    """Is one of these still to be done?"""
+
+    do: Literal["underway"]
+    keys: Keys
+
+
+class Drop(_Message):
+    """The results of these were read."""
+
+    do: Literal["drop"]
+    keys: Keys
+
+
+class Done(_Message):
+    """The job is computed, and its files lie in the output folder."""
+
+    do: Literal["done"]
+    outcome: Literal["sla_met", "sla_not_met", "no_improvement"] | None = None
+    summary: dict[str, Any] = Field(default_factory=dict)
+
+
+class Problem(_Message):
+    """The error that the job's owner sees."""
+
+    code: Word
+    category: Literal["user", "model", "hardware", "platform"]
+    retryable: bool
+    message: Said
+    phase: Word
+    layer: Annotated[str, Field(max_length=200)] | None = None
+
+
+class Failed(_Message):
+    """The job cannot be computed, or the piece a helper has."""
+
+    do: Literal["failed"]
+    problem: Problem
+    name: Annotated[str, Field(pattern=r"^\w{1,64}$")] = "Exception"  # of its class
+
+
+Message = (
+    Started
+    | Tell
+    | Read
+    | Add
+    | Claim
+    | Next
+    | Finish
+    | Keep
+    | Underway
+    | Drop
+    | Done
+    | Failed
+)
+_messages: TypeAdapter[Message] = TypeAdapter(
+    Annotated[Message, Field(discriminator="do")]
+)
+
+
+def parse(json: bytes) -> Message:
+    """Return the message. Raises Garbled where it is none."""
+    try:
+        return _messages.validate_json(json)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))[:200]
+        raise Garbled(f"{place}: {first['msg'][:200]}") from None
