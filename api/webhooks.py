@@ -93,6 +93,8 @@ def change(
     session: Session, actor: str, endpoint: WebhookEndpoint, wanted: dict[str, Any]
 ) -> None:
     """Change what `wanted` names. Disabling gives up what waits; enabling forgives."""
+    if not wanted:
+        return
     values = dict(wanted)
     if "url" in values:
         values |= {"url": _checked(values["url"]), "failing_since": None}
