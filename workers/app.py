@@ -22,6 +22,7 @@ from celery.signals import (
 )
 from celery.worker import state
 from kombu import Queue
+from sqlalchemy.exc import SQLAlchemyError
 
 from api import pieces, queue, sweeps, turns
 from api.db import reading, transaction
@@ -154,8 +155,12 @@ def ring_for_next() -> None:
     One is enough: whoever hears it rings on. So bells never pile up, and none is
     missed for long: the sweep does this, too.
     """
-    with reading() as session:
-        job = turns.waits(session, queues())
+    try:
+        with reading() as session:
+            job = turns.waits(session, queues())
+    except SQLAlchemyError:  # whoever calls has more to do
+        logger.warning("the database does not answer, so nobody rings; the sweep will")
+        return
     if job is not None and not queue.rings(job.hardware):
         queue.ring(job.id, job.hardware)
 

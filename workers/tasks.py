@@ -19,9 +19,9 @@ from api.queue import RUN_JOB, RUN_PIECES
 from api.transitions import Claim
 from optimizer.errors import Cancelled
 from optimizer.spec import OptimizeSpec
-from workers import failures, relay, workdir
+from workers import failures, logs, relay, workdir
 from workers.app import app, queues, ring_for_next
-from workers.beat import Beat, Progress
+from workers.beat import Beat, Overdue, Progress
 from workers.channel import Garbled
 from workers.messages import Done
 from workers.pieces import HelpersBench, JobsBench, assist
@@ -44,7 +44,8 @@ TOO_LONG = {
     "code": "deadline_exceeded",
     "category": "user",
     "retryable": False,
-    "message": "the job ran longer than the service allows; ask for fewer tokens",
+    "message": "the job ran longer than it may; ask for fewer tokens, or for more time "
+    "(search.max_runtime_seconds) where the service allows it",
 }
 TAKEN_OVER = {
     "code": "untrusted_process",
@@ -69,7 +70,8 @@ def run_job(job_id: str) -> None:
         logger.info("job %s is taken, finished, or has to wait", job_id)
         return
     try:
-        with Beat(claim) as beat:  # before all else: it gives the job back at SIGTERM
+        # The beat before all else: it gives the job back at SIGTERM.
+        with logs.of(claim), Beat(claim) as beat:
             ring_for_next()  # others may be free
             _run(claim, beat)
     finally:
@@ -137,7 +139,7 @@ def explain(error: BaseException, phase: str) -> dict[str, Any]:
     found = failures.explain(error, phase)
     if isinstance(error, OutOfMemory):
         found |= failures.OUT_OF_MEMORY
-    elif isinstance(error, SoftTimeLimitExceeded):
+    elif isinstance(error, Overdue | SoftTimeLimitExceeded):
         found |= TOO_LONG
     elif isinstance(error, Garbled | TooMany):
         found |= TAKEN_OVER

@@ -160,6 +160,25 @@ def test_a_defect_is_logged_and_its_secrets_stay_in_the_log(
     assert "hunter2" in caplog.text
 
 
+def test_a_job_ends_at_its_own_limit(optimizer: Any) -> None:
+    def optimize(spec: OptimizeSpec, progress: Progressing, pieces: Pieces) -> None:
+        for step in range(1000):
+            time.sleep(0.05)
+            progress("sweep", step / 1000, "")
+
+    optimizer(optimize)
+    job_id = submit()
+    with db.transaction() as session:
+        session.get_one(Job, job_id).run_limit_s = 0.5
+    began = time.monotonic()
+    run_job(job_id)
+    assert time.monotonic() - began < 10
+    error = read(job_id).error
+    assert error is not None
+    assert (error["code"], error["category"]) == ("deadline_exceeded", "user")
+    assert error["phase"] == "sweep"
+
+
 class OutOfMemoryError(RuntimeError):
     """As torch names its own."""
 
