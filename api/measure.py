@@ -24,7 +24,7 @@ def profile(
     as_json: AsJson = False,
     data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
-    """Time this machine's kernels over a model's shapes; jobs for it use the figures."""
+    """Time this machine's kernels over a model's shapes; jobs for its GPU use the figures."""
     command = [sys.executable, "-m", "workers.profiles", model]
     command += ["--data-dir", str(data_dir), "--device", device]
     command += ["--batch-size", str(batch_size)]

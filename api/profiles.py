@@ -7,6 +7,7 @@ from typing import Any
 from api import storage
 from api.settings import settings
 from optimizer import kernels
+from optimizer.hardware import LOCAL
 from optimizer.kernels import Tables
 
 FOLDER = "profiles"
@@ -17,12 +18,15 @@ def path(device_id: str) -> Path:
     return settings().data_dir / FOLDER / f"{device_id}.json"
 
 
-def store(profile: dict[str, Any]) -> Path:
+def store(profile: dict[str, Any]) -> Path | None:
     """Keep a profile, in place of an earlier one of the same device.
 
-    Raises HardwareError where it cannot be read back.
+    None: that of a worker's own processor, which no job uses, is not kept. Raises
+    HardwareError where a profile cannot be read back.
     """
     kernels.from_profile(profile)
+    if profile["device"] == LOCAL:
+        return None
     target = path(profile["device"])
     storage.write(target, json.dumps(profile, indent=1, allow_nan=False).encode())
     return target

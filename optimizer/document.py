@@ -20,6 +20,7 @@ from optimizer.document_sites import added_kl_nats, components, layers, site_row
 from optimizer.evidence import Evidence
 from optimizer.experts import ExpertTokens, rare
 from optimizer.hardware import Device
+from optimizer.kernels import Tables
 from optimizer.ledger import kinds, served
 from optimizer.local_run import Measured
 from optimizer.model import LoadedModel
@@ -88,6 +89,7 @@ class Run:
     experts: tuple[ExpertTokens, ...]  # empty without experts
     evidence: Evidence  # who sets the scales, and what attention looks at
     executed: Mapping[str, Any]  # what the validated stacks were run on
+    profile: Tables | None = None  # of the device, that prices were taken from
     runs: Mapping[str, Measured] = field(default_factory=dict)  # end to end, by label
 
 
@@ -213,7 +215,7 @@ def _hardware(run: Run) -> dict[str, Any]:
         "name": run.device.name,
         "arch": run.device.arch,
         "basis": run.basis,
-        **latency(run.device, run.basis, _costs(run), run.spec.engine),
+        **latency(run.device, run.basis, _costs(run), run.spec.engine, run.profile),
         "memory_bytes": run.device.memory_bytes,  # of each device
         "devices": run.spec.workload.tensor_parallel,
         "per_device": _per_device(run),

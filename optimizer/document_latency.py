@@ -7,29 +7,43 @@ from typing import Any
 from optimizer import fits, kernels
 from optimizer.cost import SiteCost
 from optimizer.hardware import Device
-from optimizer.kernels import Basis
+from optimizer.kernels import Basis, Tables
 
 MEASURED = "what its sites took"
 
 
 def latency(
-    device: Device, basis: str, costs: Sequence[SiteCost], engine: str = "any"
+    device: Device,
+    basis: str,
+    costs: Sequence[SiteCost],
+    engine: str = "any",
+    profile: Tables | None = None,
 ) -> dict[str, Any]:
     """Return the origin of the seconds per token that `costs` add up to.
 
-    `basis` is "measured" where all of them were taken on the device itself, `engine`
-    what the request names.
+    `basis` is "measured" where the matrices were timed on the device itself, `engine`
+    what the request names, `profile` what was measured there before the job.
     """
     shares = basis_shares(costs)
     known = kernels.of_engine(device.id, engine) if Basis.KERNELS in shares else None
     return {
-        "method": MEASURED if basis == "measured" else _method(device, shares, engine),
+        "method": MEASURED
+        if basis == "measured" and profile is None
+        else _method(device, shares, engine, profile),
         "basis_shares": {str(b): share for b, share in shares.items()},
         "engine": known.engine if known else None,
         "engine_version": known.version if known else None,
         "origin": known.origin if known else None,
         "expected_error": expected_error(costs),
+        "profile": _profile(profile),
     }
+
+
+def _profile(profile: Tables | None) -> dict[str, Any] | None:
+    if profile is None:
+        return None
+    said = {key: profile.facts.get(key) for key in ("name", "driver", "measured_at")}
+    return {"engine": profile.engine, "engine_version": profile.version, **said}
 
 
 def basis_shares(costs: Sequence[SiteCost]) -> dict[Basis, float]:
@@ -53,17 +67,21 @@ def expected_error(costs: Sequence[SiteCost]) -> float | None:
     return None if math.isnan(error) else error
 
 
-def _method(device: Device, shares: dict[Basis, float], engine: str) -> str:
+def _method(
+    device: Device, shares: dict[Basis, float], engine: str, profile: Tables | None
+) -> str:
     parts = [
-        f"{_named(b, device, engine)} ({share:.0%})" for b, share in shares.items()
+        f"{_named(b, device, engine, profile)} ({share:.0%})"
+        for b, share in shares.items()
     ]
     return ", ".join(parts)
 
 
-def _named(basis: Basis, device: Device, engine: str) -> str:
+def _named(basis: Basis, device: Device, engine: str, profile: Tables | None) -> str:
     match basis:
         case Basis.MEASURED:
-            return "kernels timed on the device itself"
+            by = "" if profile is None else f" ({profile.engine} {profile.version})"
+            return f"kernels timed on the device itself{by}"
         case Basis.KERNELS:
             known = kernels.of_engine(device.id, engine)
             assert known is not None, "a kernel's time is of its device's tables"
@@ -71,4 +89,5 @@ def _named(basis: Basis, device: Device, engine: str) -> str:
             other = kernels.stand_in(known, engine)
             return f"{said}, in place of {engine}'s" if other else said
         case _:
-            return f"roofline fitted to {fits.fit(device).origin}"
+            own = ", and to those kernels" if profile and profile.corrections else ""
+            return f"roofline fitted to {fits.fit(device).origin}{own}"

@@ -5,7 +5,7 @@ elsewhere: nothing is extrapolated.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimizer.attention_times import Section
+from optimizer.fits import Fit, Kernel
 from optimizer.grid import Grid, Reading
 
+ATTENTION = ("context", "generation")  # parts of a fit, beside its GEMMs
 Window = int | None  # tokens that attention looks back on; None: all of them
 Layout = tuple[str, int, int]  # cache format, head size, window (0: none)
 
@@ -50,6 +52,20 @@ class Tables:
     generation: Mapping[Layout, Section] = field(default_factory=dict)
     casts: Mapping[str, Grid] = field(default_factory=dict)  # rows × columns
     reductions: Mapping[int, Grid] = field(default_factory=dict)  # bytes, by GPUs
+    # What brings the roofline to the rows: of GEMMs by format, and of attention.
+    corrections: Mapping[str, Kernel] = field(default_factory=dict)
+
+    def corrected(self, fit: Fit) -> Fit:
+        """Return a fit with what was found here in place of what it says."""
+        if not self.corrections:
+            return fit
+        own = self.corrections
+        return replace(
+            fit,
+            gemms={**fit.gemms, **{k: v for k, v in own.items() if k not in ATTENTION}},
+            context=own.get("context", fit.context),
+            generation=own.get("generation", fit.generation),
+        )
 
     def gemm(self, fmt: str, m: int, n: int, k: int) -> Timing | None:
         """Return the time of m × k times k × n in `fmt`, by the tables' own names."""

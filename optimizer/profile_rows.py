@@ -5,7 +5,8 @@ reading needs its point, or a line through its point along one axis (as a rule t
 number of tokens) with three points or more: two say nothing about what lies between.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from optimizer.attention_times import Section
 from optimizer.errors import HardwareError
+from optimizer.fits import Kernel
 from optimizer.grid import Grid, grid
 from optimizer.kernel_tables import Layout
 
@@ -27,6 +29,13 @@ ROW_KINDS = (
 )
 
 
+LEAST_ROWS = 3
+_PARTS = {
+    ("context_attention", "bf16"): "context",
+    ("generation_attention", "bf16"): "generation",
+}
+
+
 class Measured(TypedDict):
     """The grids of a profile, by the names of the fields of `Tables`."""
 
@@ -35,6 +44,7 @@ class Measured(TypedDict):
     generation: dict[Layout, Section]
     casts: dict[str, Grid]
     reductions: dict[int, Grid]
+    corrections: dict[str, Kernel]
 
 
 def tables_of_rows(profile: Mapping[str, Any]) -> Measured:
@@ -51,7 +61,21 @@ def tables_of_rows(profile: Mapping[str, Any]) -> Measured:
         generation=_sections(rows["generation_attention"], "context"),
         casts={f: _grid(found, ("rows", "columns")) for f, found in casts.items()},
         reductions={n: _grid(found, ("bytes",)) for n, found in reductions.items()},
+        corrections={k: v for row in profile.get("fits", []) for k, v in _kernel(row)},
     )
+
+
+def _kernel(row: Row) -> Iterator[tuple[str, Kernel]]:
+    """Return a correction of the roofline as the kernel that it describes.
+
+    Fixed + factor × the data sheet's time is a kernel that reaches 1 / factor of both
+    of its limits. Two numbers need more rows than two.
+    """
+    part = _PARTS.get((row["kind"], row["fmt"]))
+    name = row["fmt"] if row["kind"] == "gemm" else part
+    if name is not None and row["rows"] >= LEAST_ROWS:
+        share = 1 / row["factor"] if row["factor"] else math.inf
+        yield name, Kernel(row["fixed_s"], share, share, row["residual"])
 
 
 def _grouped(rows: Sequence[Row], key: Any) -> dict[Any, list[Row]]:

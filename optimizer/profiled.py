@@ -1,7 +1,9 @@
 """Costs from a measured profile of the device, before anything else that is known of it.
 
-A phase of a site that the profile has is measured; every other is what it would be
-without the profile: kernel tables of other people's engines, then the roofline.
+A phase of a site that the profile has is measured. Where it has the format at other
+shapes, or attention at other lengths, the roofline counts, brought to what was measured:
+so the formats of a site are held against each other on one device's own kernels. The
+rest is what it would be without the profile: kernel tables of other people's engines.
 """
 
 from collections.abc import Callable
@@ -11,8 +13,10 @@ from optimizer.cost import SiteCost, site_cost
 from optimizer.hardware import Device
 from optimizer.kernels import Basis, Tables
 from optimizer.padding import padded
+from optimizer.roofline import gemm_format
 from optimizer.spec import Workload
 from optimizer.stack import LINEAR, Choice, ModelShape, SiteShape, choice_named
+from optimizer.timing import ATTENTION
 
 CostOf = Callable[[SiteShape, Choice], SiteCost]
 
@@ -32,14 +36,15 @@ def preferring(
     def cost_of(shape: SiteShape, choice: Choice) -> SiteCost:
         asked = (padded(shape, choice), choice, device, workload, model)
         found, own = others(shape, choice), site_cost(*asked, tables=profile)
-        if own.basis is Basis.MEASURED:
+        corrected = _corrects(profile, shape, choice)
+        if corrected[1] or own.basis is Basis.MEASURED:
             found = replace(
                 found,
                 per_token_s=own.per_token_s,
                 basis=own.basis,
                 error=own.error,
             )
-        if own.first_basis is Basis.MEASURED:
+        if corrected[0] or own.first_basis is Basis.MEASURED:
             found = replace(
                 found,
                 first_token_s=own.first_token_s,
@@ -49,6 +54,17 @@ def preferring(
         return found
 
     return cost_of
+
+
+def _corrects(profile: Tables, shape: SiteShape, choice: Choice) -> tuple[bool, bool]:
+    """Whether the profile corrects the roofline of a site's prefill, and of a step."""
+    known = profile.corrections
+    if shape.site.component in LINEAR:
+        fits = gemm_format(choice) in known
+        return fits, fits
+    if shape.site.component in ATTENTION:
+        return "context" in known, "generation" in known
+    return False, False
 
 
 def covers(cost_of: CostOf, model: ModelShape) -> bool:

@@ -131,7 +131,8 @@ def optimize(
 
     meter.enter("report")
     runs = local_run.end_to_end(spec, shape, result.stacks, meter.tick)
-    return document.build(replace(result, runs=runs))
+    used = None if spec.hardware == LOCAL else profile
+    return document.build(replace(result, runs=runs, profile=used))
 
 
 class _Measuring:

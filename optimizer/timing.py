@@ -16,7 +16,7 @@ from itertools import product
 from types import MappingProxyType
 
 from optimizer import roofline
-from optimizer.fits import fit
+from optimizer.fits import Fit, fit
 from optimizer.formats import FORMATS
 from optimizer.hardware import Device
 from optimizer.kernels import Basis, Tables, Timing
@@ -98,7 +98,7 @@ def timed(
     elif shape.site.component in LINEAR or shape.site.component is Component.ROUTER:
         found = _linear(case)
     else:
-        found = Timed(case.modelled_s(), Basis.ROOFLINE, fit(device).stream.error)
+        found = Timed(case.modelled_s(), Basis.ROOFLINE, case.reached.stream.error)
     least = roofline.least_s(shape, choice, device, step)
     return replace(found, seconds=max(found.seconds, least))
 
@@ -135,8 +135,14 @@ class _Case:
             self.device,
             self.step,
             self.within,
-            fit(self.device),
+            self.reached,
         )
+
+    @property
+    def reached(self) -> Fit:
+        """What kernels reach of the device, by its own rows where there are some."""
+        own = fit(self.device)
+        return own if self.tables is None else self.tables.corrected(own)
 
     def named(self, name: str) -> "_Case":
         """Return the case with another choice."""
@@ -150,7 +156,7 @@ def _linear(case: _Case) -> Timed:
     measured = _measured_gemm(case)
     if measured is not None and case.tables is not None:
         return Timed(measured.seconds, case.tables.basis, measured.error)
-    error = fit(case.device).gemm(roofline.gemm_format(case.choice)).error
+    error = case.reached.gemm(roofline.gemm_format(case.choice)).error
     if case.choice.weight_only:
         error = WEIGHT_ONLY_ERROR
     seconds = case.modelled_s() * _gemm_ratio(case)
@@ -238,7 +244,7 @@ def _cache(case: _Case, ratio: float) -> Timed:
     """Reading K and V: what the kernel takes beside its products; and writing them."""
     name = case.choice.output
     written = roofline.written_s(
-        case.shape, case.choice, case.device, case.step, case.within, fit(case.device)
+        case.shape, case.choice, case.device, case.step, case.within, case.reached
     )
     whole = _kernel(case, _CACHES.get(name, ""), case.choice.name)
     if whole is None:
@@ -279,7 +285,7 @@ def _smaller(case: _Case) -> Iterator[_Case]:
 
 
 def _attention_error(case: _Case) -> float:
-    reached = fit(case.device)
+    reached = case.reached
     return (reached.generation if case.step.queries == 1 else reached.context).error
 
 
@@ -287,7 +293,7 @@ def _kernel_s(case: _Case, cache: str) -> float:
     """The modelled seconds of the whole kernel, its products in 16 bits."""
     part = _part(case, Component.KV_CACHE).named(cache)
     written = roofline.written_s(
-        part.shape, part.choice, part.device, part.step, part.within, fit(part.device)
+        part.shape, part.choice, part.device, part.step, part.within, part.reached
     )
     return _products_s(case) + part.modelled_s() - written
 

@@ -2,7 +2,9 @@
 
 The task is for the worker whose device it is about, so it goes to that device's queue:
 `celery -A workers.app call precision.profile_device --queue hw.h100 --args '["MODEL"]'`.
-Both leave the profile in the data folder; jobs for that device use it from then on.
+Both leave the profile in the data folder; jobs for that device use it from then on. That
+of a processor is shown only: a job on `local` times whole runs of its own model, at its
+own workload, on the very worker that it is for, which no sum of kernels is as near to.
 """
 
 import argparse
@@ -26,6 +28,8 @@ from workers.app import app
 PROFILE_DEVICE = "precision.profile_device"
 USUAL = Workload()
 
+NOT_KEPT = "not kept: a job on this processor times whole runs of its own model"
+
 Profile = dict[str, Any]
 Told = Callable[[float, str], None]
 
@@ -36,7 +40,8 @@ log = structlog.get_logger()
 def profile_device(model: str, workload: dict[str, Any] | None = None) -> None:
     """Measure this worker's device over a model's shapes, and keep what came out."""
     made = measured(folder_of(model), Workload(**(workload or {})), "", _silent)
-    log.info("device_profiled", device=made["device"], path=str(profiles.store(made)))
+    where = profiles.store(made)
+    log.info("device_profiled", device=made["device"], path=where and str(where))
 
 
 def folder_of(model: str) -> Path:
@@ -133,7 +138,7 @@ def _as_job(fraction: float, detail: str) -> Profile:
     return {"status": "running", "phase": detail, "progress": progress}
 
 
-def _show(made: Profile, where: Path) -> None:
+def _show(made: Profile, where: Path | None) -> None:
     columns = ("kernel", "format", "rows", "fixed, µs", "× roofline", "residual")
     rows = [
         (
@@ -150,7 +155,8 @@ def _show(made: Profile, where: Path) -> None:
     console.out.print(
         f"{made['name']}, {made['threads']} threads, torch", highlight=False
     )
-    console.out.print(f"profile: {where}", soft_wrap=True)
+    kept = NOT_KEPT if where is None else f"profile: {where}"
+    console.out.print(kept, soft_wrap=True)
 
 
 if __name__ == "__main__":

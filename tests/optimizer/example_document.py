@@ -360,6 +360,7 @@ HARDWARE = {
     "engine_version": "0.24.0",
     "origin": "aiconfigurator-core 0.12.0",
     "expected_error": 0.03,
+    "profile": None,
     "memory_bytes": 80_000_000_000,
     "devices": 1,
     "per_device": {

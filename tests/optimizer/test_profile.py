@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from optimizer import kernels, local, profile, profile_cases
+from optimizer.hardware import device
 from optimizer.native import Native
 from optimizer.profile import Bench, bench, cpu_cache, measure, timed
 from optimizer.profile_cases import Case, cases
@@ -155,6 +156,18 @@ def test_the_model_is_corrected_by_a_fixed_time_and_a_factor() -> None:
     (fit,) = profile._fits({("gemm", "bf16"): [(1.0, 1.0), (4.0, 2.0)]})
     assert fit["fixed_s"] == 0.0  # never less than nothing
     assert 0 < fit["residual"] < 1
+
+
+def test_a_product_in_fp8_is_fitted_without_the_pass_that_was_timed_with_it() -> None:
+    product = profile_cases._matrix("fp8", 4, 32, 16)
+    narrowing = profile_cases._pass(4, 16, True)
+    other = profile_cases._pass(8, 16, True)
+    found = [(product, 10e-6), (narrowing, 4e-6), (other, 7e-6)]
+    pairs = profile._pairs(found, device("h100"))
+    ((seconds, _),) = pairs["gemm", "fp8"]
+    assert seconds == pytest.approx(6e-6)
+    ((seconds, _),) = profile._pairs(found[:1], device("h100"))["gemm", "fp8"]
+    assert seconds == 10e-6
 
 
 def test_the_last_cache_is_the_largest(tmp_path: Path) -> None:

@@ -31,16 +31,18 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_measures_this_machine_and_jobs_find_it(
     data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert profiles.tables("local") is None
-    assert main(["tiny", "--data-dir", str(data_dir), "--json", *SMALL]) == 0
+    # This processor under a GPU's name: whose jobs would use what is found.
+    assert profiles.tables("h100") is None
+    asked = ["tiny", "--device", "h100", "--data-dir", str(data_dir), "--json", *SMALL]
+    assert main(asked) == 0
     printed = json.loads(capsys.readouterr().out)
-    stored = json.loads((data_dir / "profiles" / "local.json").read_text())
+    stored = json.loads((data_dir / "profiles" / "h100.json").read_text())
     assert printed == stored
     assert stored["name"] == device_state.name()
     assert stored["threads"] == os.cpu_count()
     assert {"state_before", "state_after", "versions", "measured_at"} <= stored.keys()
     assert stored["workload"]["prompt_tokens"] == 8
-    found = profiles.tables("local")
+    found = profiles.tables("h100")
     assert found is not None
     row = stored["gemm"][0]
     timing = found.gemm(row["fmt"], row["m"], row["n"], row["k"])
@@ -52,10 +54,21 @@ def test_the_command_measures_this_machine_and_jobs_find_it(
 def test_people_get_a_table_and_the_place(
     data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["tiny", *SMALL]) == 0
+    assert main(["tiny", "--device", "h100", *SMALL]) == 0
     printed = capsys.readouterr().out
     assert "generation_attention" in printed
-    assert str(data_dir / "profiles" / "local.json") in printed
+    assert str(data_dir / "profiles" / "h100.json") in printed
+
+
+def test_what_a_processor_takes_is_shown_and_not_kept(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tiny", *SMALL]) == 0
+    assert "not kept: a job on this processor times whole runs" in (
+        capsys.readouterr().out
+    )
+    profile_device("tiny", {"batch_size": 1, "prompt_tokens": 8, "output_tokens": 4})
+    assert not (data_dir / "profiles").exists()
 
 
 @pytest.mark.parametrize(
@@ -92,9 +105,12 @@ def test_an_accelerator_that_the_catalog_does_not_know_must_be_named(
         measured(data_dir / "models" / "tiny", command.USUAL, "", command._silent)
 
 
-def test_the_task_keeps_what_it_measured(data_dir: Path) -> None:
+def test_the_task_keeps_what_it_measured(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_state, "catalogue_id", lambda name: "h100")
     profile_device("tiny", {"batch_size": 1, "prompt_tokens": 8, "output_tokens": 4})
-    assert profiles.tables("local") is not None
+    assert profiles.tables("h100") is not None
 
 
 def test_a_model_is_a_name_or_a_folder(data_dir: Path) -> None:
