@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 from api import db, tallies
 from api.tallies import Times
 from api.transitions import now
+from api.webhook_metrics import Webhooks
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 WAIT_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86_400.0)
@@ -108,6 +109,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Jobs())
+        Webhooks(self.registry)
         self._created = Counter(
             "precision_jobs_created",
             "Jobs accepted by this process.",

@@ -38,6 +38,7 @@ def _described(app: FastAPI) -> dict[str, Any]:
             version=app.version,
             description=app.description,
             routes=app.routes,
+            webhooks=app.webhooks.routes,
         )
     for path in schema["paths"].values():
         path.pop("head", None)

@@ -24,6 +24,12 @@ SAID = {
 }
 
 
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    410: {"description": "Never again: the endpoint is disabled"},
+    "4XX": {"description": "It did not arrive; it is sent again later"},
+}
+
+
 class JobNews(BaseModel):
     """What happened to which job, and where to look. `GET /v1/jobs/{id}` has the rest.
 
@@ -103,7 +109,8 @@ def _add(app: FastAPI, event: str, said: str, model: type[BaseModel]) -> None:
         event,
         received,
         methods=["POST"],
-        name="on_" + event.replace(".", "_"),
+        operation_id="on_" + event.replace(".", "_"),
+        responses=ANSWERS,
         summary=said,
         status_code=204,
         tags=["webhooks"],
