@@ -6,8 +6,9 @@ half way because somebody else wrote in between.
 """
 
 import json
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
 BUSY_TIMEOUT_MS = 30_000  # many small writers take turns; each holds the lock for ms
 PG_OPTIONS = "-c timezone=utc -c lock_timeout=10s -c statement_timeout=30s"
+# A connection beyond the pool would be closed after each use. Requests run in 40 threads.
+POOL: dict[str, Any] = {"pool_size": 20, "max_overflow": 20}
 BEGIN = "sqlite_begin"  # the execution option that picks SQLite's kind of BEGIN
+
+# SQLite's writers sleep while another writes; those of one process take turns instead.
+_turn = threading.Lock()
 
 _to_json = partial(json.dumps, allow_nan=False)  # NaN is not JSON, whoever wrote it
 
@@ -34,7 +40,9 @@ def engine() -> Engine:
     if url.startswith("sqlite"):
         settings().data_dir.mkdir(parents=True, exist_ok=True)
         patience = {"timeout": BUSY_TIMEOUT_MS / 1000}
-        made = create_engine(url, json_serializer=_to_json, connect_args=patience)
+        made = create_engine(
+            url, json_serializer=_to_json, connect_args=patience, **POOL
+        )
         event.listen(made, "connect", _on_sqlite_connect)
         event.listen(made, "begin", _on_sqlite_begin)
         return made
@@ -44,6 +52,7 @@ def engine() -> Engine:
         pool_pre_ping=True,
         json_serializer=_to_json,
         connect_args=connect_args,
+        **POOL,
     )
 
 
@@ -73,7 +82,8 @@ def _writers() -> sessionmaker[Session]:
 @contextmanager
 def transaction() -> Iterator[Session]:
     """Commit on the way out, roll back on an error. Nobody else commits."""
-    with _writers().begin() as session:
+    taking_turns = engine().dialect.name == "sqlite"
+    with _turn if taking_turns else nullcontext(), _writers().begin() as session:
         yield session
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fastapi import Response
 from starlette.concurrency import run_in_threadpool
 
-from api import db, jobs, owners, turns, views
-from api.models import FINAL, Status
+from api import db, jobs, owners, views
+from api.models import FINAL
 from api.owners import Mark
+from api.places import places
 from api.watch import Watcher
 
 
@@ -45,8 +46,7 @@ def look(tenant_id: str, job_id: str) -> Look:
     """Return the tenant's job as it is now. Raises NotFound."""
     with db.reading() as session:
         row = jobs.get(session, tenant_id, job_id)
-        waits = row.status is Status.QUEUED
-        view = views.job(row, turns.position(session, row) if waits else None)
+        view = views.job(row, places().of(session, row))
     text = view.model_dump_json().encode()
     etag = f'W/"{hashlib.sha256(text).hexdigest()[:24]}"'
     return Look(text, owners.mark(row), etag, view.poll_after_seconds)

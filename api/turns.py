@@ -66,28 +66,23 @@ def served(session: Session, tenant_id: str, at: datetime) -> None:
     session.execute(now_served.execution_options(synchronize_session=False))
 
 
-def position(session: Session, job: Job) -> int | None:
-    """Return a queued job's place in its queue, from 1: how many start until it does.
+def places(session: Session, own: str) -> dict[str, int]:
+    """Return the place of every job that waits in a queue, from 1: when it would start.
 
-    It is a forecast: jobs that come later may go first. None: it does not wait.
+    It is a forecast: jobs that come later may go first.
     """
-    running, beside = _running(), [queue.name(job.hardware)]
-    order = _within_a_tenant()
-    own = func.row_number().over(partition_by=Job.tenant_id, order_by=order)
+    running = _running()
+    order = {"partition_by": Job.tenant_id, "order_by": _within_a_tenant()}
     # The first job of everybody else comes before my second, and running ones count.
-    turn = own + func.coalesce(running.c.count, 0)
-    turns = (
-        select(Job.id, turn.label("turn"), Tenant.served_at, Job.tenant_id)
+    turn = func.row_number().over(**order) + func.coalesce(running.c.count, 0)
+    query = (
+        select(Job.id)
         .join(Tenant, Tenant.id == Job.tenant_id)
         .outerjoin(running, running.c.tenant_id == Job.tenant_id)
-        .where(ready(now(session)), rung_in(beside))
-        .subquery()
+        .where(ready(now(session)), rung_in([own]))
+        .order_by(turn, Tenant.served_at.nulls_first(), Job.tenant_id)
     )
-    by_turn = (turns.c.turn, turns.c.served_at.nulls_first(), turns.c.tenant_id)
-    places = select(
-        turns.c.id, func.row_number().over(order_by=by_turn).label("place")
-    ).subquery()
-    return session.scalar(select(places.c.place).where(places.c.id == job.id))
+    return {job_id: place for place, job_id in enumerate(session.scalars(query), 1)}
 
 
 def ready(at: datetime) -> ColumnElement[bool]:

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from kombu.transport import memory
 from sqlalchemy import URL, create_engine, make_url, text
 
-from api import auth, db, queue, secret, settings, storage
+from api import auth, db, places, queue, secret, settings, storage
 from api.app import create_app
 
 
@@ -23,6 +23,7 @@ def _forget() -> None:
     memory.Channel.queues.clear()  # the bells of `memory://` are the whole process's
     secret.key.cache_clear()
     storage.store.cache_clear()
+    places.places.cache_clear()
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from threading import Barrier
 import pytest
 from sqlalchemy import insert, update
 
-from api import auth, ids, jobs, queue, settings, turns
+from api import auth, ids, jobs, queue, settings
 from api.db import reading, transaction
 from api.errors import QuotaExceeded
 from api.models import Job, Status, Tenant
+from api.places import Places
 from api.transitions import Claim
 from optimizer.spec import OptimizeSpec
 
@@ -86,7 +87,7 @@ def succeed(job: Claim) -> None:
 
 def place(job_id: str) -> int | None:
     with reading() as session:
-        return turns.position(session, session.get_one(Job, job_id))
+        return Places().of(session, session.get_one(Job, job_id))
 
 
 def test_a_flood_from_one_tenant_does_not_hold_up_another() -> None:
