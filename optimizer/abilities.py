@@ -7,6 +7,7 @@ answers speak of the device and the engine; `SHAPE_RULES` says what sizes must b
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from optimizer.hardware import SUPPORT, Device
 from optimizer.rules import FP8_MULTIPLE, matmul_refusal, named_format, refusals
@@ -122,6 +123,7 @@ def _choice(
     return Answer(Status.REFUSED, reason)
 
 
+@lru_cache(maxsize=4096)  # a request asks for each of its formats: milliseconds
 def unusable(device: Device, engine: str, fmt: str) -> str | None:
     """Say why no site gets `fmt` on a device in an engine, or None where one does."""
     asked = choices(device, engine)
