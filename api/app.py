@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 
 from api import (
     catalog,
+    checks,
     db,
     estimate,
     formats,
@@ -22,6 +23,7 @@ from api import (
     problems,
     results,
     routes,
+    upload_routes,
 )
 from api.events import Streams
 from api.metrics import Metrics, service_version
@@ -65,7 +67,9 @@ def create_app() -> FastAPI:
     app.state.streams = Streams()
     problems.install(app)
     limits = {"/": settings().max_body_bytes}
-    limits["/v1/datasets/"] = settings().max_dataset_bytes
+    a_part = settings().part_bytes
+    limits["/v1/datasets/"] = max(settings().max_dataset_bytes, a_part)
+    limits["/v1/models/"] = max(limits["/"], a_part)
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(Versions)
     app.add_middleware(Envelope, metrics=app.state.metrics)  # the last is outermost
@@ -76,6 +80,7 @@ def create_app() -> FastAPI:
         hardware,
         formats,
         listings,
+        upload_routes,
         key_routes,
         health,
     ):
@@ -112,6 +117,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 def _register_folders() -> None:
     try:
+        checks.resume()
         catalog.register_folders()
     except Exception:  # a thread has nobody to tell but the log
         structlog.get_logger().exception("register_folders_failed")

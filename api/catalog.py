@@ -1,9 +1,12 @@
-"""The models and datasets that a tenant may name, and the folders behind them."""
+"""The models that a tenant may name, and the folders behind them."""
 
 import hashlib
 import re
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,16 +16,16 @@ from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from api import db
+from api import cursors, db, uses
 from api.errors import APIError, Invalid, NameTaken
-from api.models import Dataset, RegisteredModel
+from api.models import RegisteredModel
 from api.schemas import NAME_PATTERN
 from api.settings import settings
-from optimizer import datasets
-from optimizer.datasets import DISTRIBUTIONS
-from optimizer.errors import DatasetError, OptimizerError
+from api.transitions import now
+from api.upload_errors import InUse
+from optimizer.errors import OptimizerError
 
-__all__ = ["DISTRIBUTIONS"]
+PURGED_AT_ONCE = 500
 
 log = structlog.get_logger()
 _reading = threading.Lock()  # weights are read by one thread at a time
@@ -40,6 +43,7 @@ class Weights:
     parameters: int
     stored_bytes: int
     dtypes: dict[str, int]
+    details: dict[str, Any] = field(default_factory=dict)  # files, tensors, warnings
 
 
 # -- folders -------------------------------------------------------------------
@@ -79,9 +83,23 @@ def stamp(folder: Path) -> str:
 
 def weights_at(folder: Path, pointer: str) -> Weights:
     """Check a folder, all its values too. Raises Invalid naming the file or tensor."""
+    with _named(folder, pointer), _reading:
+        return _examined(folder, stamp(folder))
+
+
+def require_headers(folder: Path, pointer: str) -> None:
+    """Raise Invalid for what the headers show: that takes no time, values do."""
+    from optimizer import checkpoint
+
+    with _named(folder, pointer):
+        checkpoint.inspect(folder)
+
+
+@contextmanager
+def _named(folder: Path, pointer: str) -> Iterator[None]:
+    """Raise Invalid, with the folder's name, for what is wrong with it."""
     try:
-        with _reading:
-            return _examined(folder, stamp(folder))
+        yield
     except OptimizerError as error:
         raise Invalid(pointer, f"{folder.name}: {error}", error.code) from None
     except OSError as error:
@@ -107,34 +125,46 @@ def require_sequences(weights: Weights, tokens: int, pointer: str) -> None:
 
 @lru_cache(maxsize=256)
 def _examined(folder: Path, stamp: str) -> Weights:
-    from optimizer import checkpoint  # and with it numpy: not at the start of the API
+    from optimizer import preflight
 
-    found = checkpoint.inspect(folder)
-    checkpoint.check_values(found)
-    return Weights(
-        name=re.sub(r"[^a-zA-Z0-9._-]", "_", folder.name)[:63] or "model",
-        path=folder,
-        stamp=stamp,
-        sha256=checkpoint.fingerprint(folder),
-        architecture=found.architecture,
-        parameters=found.parameters,
-        stored_bytes=found.stored_bytes,
-        dtypes=dict(found.dtype_bytes),
-    )
+    name = re.sub(r"[^a-zA-Z0-9._-]", "_", folder.name)[:63] or "model"
+    return found_at(folder, name, preflight.look_at_model(folder))
+
+
+def found_at(folder: Path, name: str, found: dict[str, Any]) -> Weights:
+    """Return the weights of a folder in which `optimizer.preflight` found this."""
+    return Weights(name=name, path=folder, stamp=stamp(folder), **found)
 
 
 # -- models --------------------------------------------------------------------
 
 
-def models(session: Session, tenant_id: str) -> list[RegisteredModel]:
-    """Return the tenant's own models and the shared ones, by name."""
+def page(
+    session: Session, tenant_id: str, limit: int, after: str | None = None
+) -> tuple[list[RegisteredModel], str | None]:
+    """Return the tenant's own models and the shared ones, the newest first."""
     query = select(RegisteredModel).where(_visible(tenant_id))
-    return list(session.scalars(query.order_by(RegisteredModel.name)))
+    kind = f"models:{tenant_id}"
+    return cursors.page(session, query, RegisteredModel.id, kind, limit, after)
 
 
 def model_names(session: Session, tenant_id: str) -> list[str]:
     """Return the names a tenant may use, each once."""
-    return list(dict.fromkeys(model.name for model in models(session, tenant_id)))
+    query = select(RegisteredModel.name).where(_visible(tenant_id))
+    return sorted(set(session.scalars(query)))
+
+
+def find(session: Session, tenant_id: str, name: str) -> RegisteredModel | None:
+    """Return a model by name or by id; the tenant's own come before shared ones."""
+    query = select(RegisteredModel).where(
+        _visible(tenant_id),
+        or_(RegisteredModel.name == name, RegisteredModel.id == name),
+    )
+    rows = sorted(
+        session.scalars(query),
+        key=lambda row: (row.name != name, row.tenant_id is None),
+    )
+    return rows[0] if rows else None
 
 
 def weights_named(session: Session, tenant_id: str, name: str) -> Weights | None:
@@ -142,34 +172,111 @@ def weights_named(session: Session, tenant_id: str, name: str) -> Weights | None
 
     None: no such name. Raises Invalid if the folder is not what was registered.
     """
-    query = select(RegisteredModel).where(
-        _visible(tenant_id), RegisteredModel.name == name
+    row = find(session, tenant_id, name)
+    return _unchanged(row) if row else _shared_folder(name)
+
+
+def own(session: Session, tenant_id: str | None, name: str) -> RegisteredModel | None:
+    """Return the tenant's own model of this name. None as tenant: the shared one."""
+    owner = (
+        RegisteredModel.tenant_id.is_(None)
+        if tenant_id is None
+        else RegisteredModel.tenant_id == tenant_id
     )
-    rows = sorted(session.scalars(query), key=lambda row: row.tenant_id is None)
-    if not rows:
-        return _shared_folder(name)
-    return _unchanged(rows[0])
+    query = select(RegisteredModel).where(owner, RegisteredModel.name == name)
+    return session.scalar(query)
+
+
+def require_new_name(session: Session, tenant_id: str, name: str) -> None:
+    """Raise NameTaken where the tenant has a model of this name."""
+    if found := own(session, tenant_id, name):
+        raise NameTaken(
+            f"you have a model {name!r}: delete it first, or choose another name",
+            model_id=found.id,
+        )
 
 
 def register(
     session: Session, tenant_id: str | None, name: str, weights: Weights
 ) -> tuple[RegisteredModel, bool]:
-    """Give weights a name; None as tenant: for everybody. True: the name is new."""
-    row = session.scalar(
-        select(RegisteredModel).where(
-            RegisteredModel.tenant_id.is_(None)
-            if tenant_id is None
-            else RegisteredModel.tenant_id == tenant_id,
-            RegisteredModel.name == name,
-        )
-    )
+    """Give a folder a name; None as tenant: for everybody. True: the name is new.
+
+    Raises NameTaken where the name is that of an upload, whose bytes would be lost.
+    """
+    row = own(session, tenant_id, name)
+    if row is not None and row.uploaded:
+        raise NameTaken(f"{name!r} is an uploaded model: delete it first")
     created = row is None
     row = row or RegisteredModel(tenant_id=tenant_id, name=name)
-    for field, value in _columns(weights).items():
-        setattr(row, field, value)
+    for column, value in _columns(weights).items():
+        setattr(row, column, value)
     session.add(row)
     session.flush()
     return row, created
+
+
+def register_upload(
+    session: Session,
+    tenant_id: str,
+    model_id: str,
+    weights: Weights,
+    keep_s: float | None,
+) -> RegisteredModel:
+    """Make an uploaded folder a model of the tenant. Raises NameTaken."""
+    require_new_name(session, tenant_id, weights.name)
+    row = RegisteredModel(
+        id=model_id, tenant_id=tenant_id, name=weights.name, uploaded=True
+    )
+    for column, value in _columns(weights).items():
+        setattr(row, column, value)
+    if keep_s is not None:
+        row.expires_at = now(session) + timedelta(seconds=keep_s)
+    session.add(row)
+    session.flush()
+    return row
+
+
+def delete(session: Session, tenant_id: str, row: RegisteredModel) -> Path | None:
+    """Delete a model of the tenant. Returns the folder to remove, if it is ours.
+
+    Raises InUse while a job reads it, and for a shared one, which is the operator's.
+    """
+    if row.tenant_id != tenant_id:
+        raise InUse(f"{row.name!r} is shared: only the operator can remove it")
+    if job := uses.job_on(session, "model_path", row.path):
+        raise InUse(f"job {job} reads this model: wait for its end, or cancel it")
+    session.delete(row)
+    session.flush()
+    return Path(row.path) if row.uploaded else None
+
+
+def drop_expired(session: Session) -> list[Path]:
+    """Delete models that have expired and no job reads; return folders to remove."""
+    query = select(RegisteredModel).where(
+        RegisteredModel.expires_at < now(session),
+        RegisteredModel.tenant_id.is_not(None),
+    )
+    gone: list[Path] = []
+    for row in session.scalars(query.limit(PURGED_AT_ONCE)).all():
+        if not uses.job_on(session, "model_path", row.path):
+            session.delete(row)
+            gone += [Path(row.path)] if row.uploaded else []
+    session.flush()
+    return gone
+
+
+def uploaded_bytes(session: Session, tenant_id: str) -> int:
+    """Return the disk that the tenant's uploaded models take."""
+    query = select(RegisteredModel).where(
+        RegisteredModel.tenant_id == tenant_id, RegisteredModel.uploaded
+    )
+    return sum(files_bytes(row.details) for row in session.scalars(query))
+
+
+def files_bytes(details: dict[str, Any] | None) -> int:
+    """Return the bytes of all files that a model's row lists."""
+    files: Sequence[dict[str, Any]] = (details or {}).get("files", ())
+    return sum(file["bytes"] for file in files)
 
 
 def register_folders() -> None:
@@ -202,6 +309,7 @@ def _columns(weights: Weights) -> dict[str, Any]:
         "parameters": weights.parameters,
         "stored_bytes": weights.stored_bytes,
         "dtypes": weights.dtypes,
+        "details": weights.details,
     }
 
 
@@ -231,6 +339,7 @@ def _unchanged(row: RegisteredModel) -> Weights:
         parameters=row.parameters,
         stored_bytes=row.stored_bytes,
         dtypes=row.dtypes,
+        details=row.details or {},
     )
 
 
@@ -253,57 +362,3 @@ def _share(folder: Path) -> None:
     weights = weights_at(folder.resolve(), "/model")
     with db.transaction() as session:
         register(session, None, folder.name, weights)
-
-
-# -- datasets ------------------------------------------------------------------
-
-
-def own_datasets(session: Session, tenant_id: str) -> list[Dataset]:
-    """Return the tenant's datasets, by name."""
-    query = select(Dataset).where(Dataset.tenant_id == tenant_id)
-    return list(session.scalars(query.order_by(Dataset.name)))
-
-
-def dataset_names(session: Session, tenant_id: str) -> list[str]:
-    """Return the names of the tenant's datasets."""
-    return [dataset.name for dataset in own_datasets(session, tenant_id)]
-
-
-def dataset(session: Session, tenant_id: str, name: str) -> Dataset | None:
-    """Return the tenant's dataset, by name or by id. None: there is none."""
-    query = select(Dataset).where(
-        Dataset.tenant_id == tenant_id, or_(Dataset.name == name, Dataset.id == name)
-    )
-    return session.scalars(query).first()
-
-
-def require_free_name(name: str) -> None:
-    """Raise NameTaken for the name of a built-in distribution."""
-    if name in DISTRIBUTIONS:
-        raise NameTaken(f"{name!r} is built in: choose another name")
-
-
-def store_dataset(tenant_id: str, name: str, upload: Path) -> tuple[Dataset, bool]:
-    """Check an uploaded file and keep it under its sha256: jobs that use an earlier
-    upload of this name still find theirs. True: the name is new. Raises Invalid.
-    """
-    try:
-        found = datasets.load(name, upload)
-    except DatasetError as error:
-        raise Invalid("", str(error), error.code) from None
-    folder = settings().data_dir / "datasets" / tenant_id
-    folder.mkdir(parents=True, exist_ok=True)
-    size = upload.stat().st_size
-    path = upload.replace(folder / f"{found.sha256}.jsonl")
-    with db.transaction() as session:
-        query = select(Dataset).where(
-            Dataset.tenant_id == tenant_id, Dataset.name == name
-        )
-        row = session.scalar(query)
-        created = row is None
-        row = row or Dataset(tenant_id=tenant_id, name=name)
-        row.path, row.sha256, row.bytes = str(path), found.sha256, size
-        row.samples = len(found.calibration) + len(found.validation)
-        session.add(row)
-        session.flush()
-        return row, created

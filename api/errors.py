@@ -28,6 +28,8 @@
   * PreconditionRequired  428  precondition_required
   * RateLimited           429  rate_limited
   * Unavailable           503  overloaded
+
+Those of uploads are in `api.upload_errors`.
 """
 
 from collections.abc import Sequence

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy.orm import Session
 
-from api import catalog
+from api import catalog, datasets
 from api.errors import Invalid
 from api.schemas import DataRef, ModelRef, OptimizeRequest, WorkloadBody
 from optimizer.abilities import FORMATS, unusable
+from optimizer.datasets import DISTRIBUTIONS
 from optimizer.errors import HardwareError, ModelError
 from optimizer.hardware import DEVICES, LOCAL, closest, device
 from optimizer.spec import (
@@ -185,11 +186,11 @@ def require_split(shape: ModelShape, named: Named) -> None:
 
 def _data(session: Session, tenant_id: str, ref: DataRef) -> tuple[str, str | None]:
     name = ref.name or ref.dataset_id or ""
-    if name in catalog.DISTRIBUTIONS:
+    if name in DISTRIBUTIONS:
         return name, None
-    dataset = catalog.dataset(session, tenant_id, name)
+    dataset = datasets.find(session, tenant_id, name)
     if dataset is None:
-        known = [*catalog.DISTRIBUTIONS, *catalog.dataset_names(session, tenant_id)]
+        known = [*DISTRIBUTIONS, *datasets.names(session, tenant_id)]
         raise unknown("/data_distribution", "data_distribution", name, known)
     return dataset.name, dataset.path
 

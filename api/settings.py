@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_va
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MIB = 2**20
+GIB = 2**30
 DAY_S = 86_400.0
 
 
@@ -149,6 +150,35 @@ class Settings(BaseSettings):
     )
     max_dataset_bytes: Annotated[int, Field(ge=1024, le=4096 * MIB)] = Field(
         default=64 * MIB, description="Largest dataset that may be uploaded."
+    )
+    max_model_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=20 * GIB, description="Largest model that may be uploaded."
+    )
+    max_dataset_upload_bytes: Annotated[int, Field(ge=1024)] = Field(
+        default=2 * GIB, description="Largest dataset that may be uploaded in parts."
+    )
+    part_bytes: Annotated[int, Field(ge=MIB // 16, le=64 * MIB)] = Field(
+        default=8 * MIB, description="Size of the parts of an upload."
+    )
+    upload_limit_s: Seconds = Field(
+        default=DAY_S,
+        description="An upload that is not complete after this time is deleted.",
+    )
+    dataset_kept_s: Annotated[float, Field(gt=0, le=3650 * DAY_S)] = Field(
+        default=30 * DAY_S,
+        description="A dataset is deleted this long after it came, unless its upload "
+        "said `expires_in`.",
+    )
+    tenant_storage_bytes: Annotated[int, Field(ge=0)] = Field(
+        default=100 * GIB, description="Disk that the uploads of one tenant may take."
+    )
+    storage_reserve_bytes: Annotated[int, Field(ge=0)] = Field(
+        default=GIB, description="Disk that uploads leave free."
+    )
+    check_wait_s: Annotated[float, Field(ge=0, le=300)] = Field(
+        default=20.0,
+        description="How long a request waits until a model or a dataset has been "
+        "looked at; after it, the answer is 202 and the caller polls.",
     )
     results_max_bytes: Annotated[int, Field(ge=0)] = Field(
         default=1024 * MIB,

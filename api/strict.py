@@ -17,11 +17,13 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
 from api.errors import (
+    BodyTooLarge,
     InvalidParameter,
     MalformedJson,
     NotFound,
     UnsupportedMediaType,
 )
+from api.settings import settings
 
 MAX_DEPTH = 16  # our own bodies have 3
 FORBIDDEN = re.compile("[\x00\ud800-\udfff]")  # PostgreSQL and UTF-8 cannot hold them
@@ -52,6 +54,8 @@ class StrictRoute(PlainRoute):
             _check_query(request, known, maps)
             if self.body_field is not None:
                 body = await request.body()
+                if len(body) > settings().max_body_bytes:  # where files may be larger
+                    raise BodyTooLarge(settings().max_body_bytes)
                 if body:
                     require_json(request.headers.get("content-type", ""))
                     parse(body)

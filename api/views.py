@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from api.models import FINAL, Artifact, Dataset, Job, JobEvent, RegisteredModel, Status
-from optimizer.datasets import Distribution
+from api.models import FINAL, Artifact, Job, JobEvent, Status
 
 Json = dict[str, Any]
 
@@ -243,46 +242,6 @@ def front(job_id: str, report: Json) -> Json:
         "job_id": job_id,
         "chosen": report["verdict"]["chosen"],
         "data": report["front"],
-    }
-
-
-def model(row: RegisteredModel) -> Json:
-    """Return a registered model."""
-    return {
-        "id": row.name,
-        "object": "model",
-        "shared": row.tenant_id is None,
-        "sha256": row.sha256,
-        "architecture": row.architecture,
-        "parameters": row.parameters,
-        "stored_bytes": row.stored_bytes,
-        "dtypes": row.dtypes,
-        "created_at": row.created_at,
-    }
-
-
-def dataset(row: Dataset) -> Json:
-    """Return an uploaded dataset."""
-    return {
-        "id": row.name,
-        "object": "dataset",
-        "built_in": False,
-        "sha256": row.sha256,
-        "samples": row.samples,
-        "bytes": row.bytes,
-        "created_at": row.created_at,
-    }
-
-
-def distribution(found: Distribution) -> Json:
-    """Return a built-in data distribution."""
-    return {
-        "id": found.name,
-        "object": "dataset",
-        "built_in": True,
-        "title": found.title,
-        "origin": found.origin,
-        "licence": found.licence,
     }
 
 

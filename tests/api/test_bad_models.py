@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,16 @@ def broken_models(root: Path) -> dict[str, tuple[Path, str]]:
     (sharded / "model.safetensors.index.json").write_text(index)
     broken = np.array([1.0, np.nan], dtype=np.float32)
     sick = write_model(root / "sick", **{"model.norm.weight": broken})
+    renamed = write_model(root / "renamed")
+    (renamed / "model.safetensors").write_bytes(pickle.dumps({"w": 1}) + bytes(100))
+    linked = write_model(root / "linked")
+    (linked / "generation_config.json").symlink_to("/etc/hostname")
     empty = root / "empty"
     empty.mkdir()
     return {
         "pickle": (pickled, "pytorch_model.bin"),
+        "renamed pickle": (renamed, "model.safetensors is refused: it is not"),
+        "link": (linked, "generation_config.json is a link"),
         "remote code": (coded, "auto_map"),
         "architecture": (strange, "MambaForCausalLM"),
         "missing shard": (sharded, "model-00002-of-00002.safetensors"),
@@ -46,13 +53,24 @@ def broken_models(root: Path) -> dict[str, tuple[Path, str]]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["pickle", "remote code", "architecture", "missing shard", "NaN", "no files"],
+    [
+        "pickle",
+        "renamed pickle",
+        "link",
+        "remote code",
+        "architecture",
+        "missing shard",
+        "NaN",
+        "no files",
+    ],
 )
 def test_a_bad_model_folder_is_refused_by_file(
     client: TestClient, refused: Refused, data_dir: Path, kind: str
 ) -> None:
     folder, named = broken_models(data_dir / "models" / "broken")[kind]
-    code = "non_finite" if kind == "NaN" else "model_load_failed"
+    codes = {"NaN": "non_finite", "pickle": "unsupported_model_format"}
+    codes["renamed pickle"] = "unsupported_model_format"
+    code = codes.get(kind, "model_load_failed")
     answer = client.post("/v1/optimize", json={**BODY, "model": {"path": str(folder)}})
     problem = refused(answer, 422, code, "/model/path")
     assert named in problem["detail"]

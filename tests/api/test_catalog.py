@@ -1,5 +1,6 @@
 """What there is: models and datasets."""
 
+import re
 import time
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from api import auth, catalog, db
+from api import auth, catalog, db, ids
 from optimizer.datasets import DISTRIBUTIONS
 from tests.api.conftest import BODY, Refused, write_model
 
@@ -23,9 +24,10 @@ def test_folders_are_registered_for_everybody_at_the_start(
         assert time.monotonic() < end
         time.sleep(0.02)
     (model,) = listed
-    assert (model["id"], model["shared"], model["parameters"]) == ("tiny", True, 128)
+    assert (model["name"], model["shared"], model["parameters"]) == ("tiny", True, 128)
     assert model["dtypes"] == {"F32": 512}
     assert "path" not in model
+    assert re.fullmatch(rf"mdl_{ids.PATTERN}", model["id"])
 
 
 def test_a_shared_model_that_changes_is_registered_anew(
@@ -94,7 +96,7 @@ def test_datasets_are_the_built_in_and_ones_own(
     assert (answer.status_code, dataset["samples"]) == (201, 3)
     assert dataset["bytes"] == len(LINES)
     listed = client.get("/v1/datasets").json()["data"]
-    assert [d["id"] for d in listed] == [*DISTRIBUTIONS, "mine"]
+    assert [d["name"] for d in listed] == [*DISTRIBUTIONS, "mine"]
     body = {**BODY, "data_distribution": {"dataset_id": "mine"}}
     request = client.post("/v1/optimize", json=body).json()["request"]
     assert request["data_distribution"] == "mine"
