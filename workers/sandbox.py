@@ -31,7 +31,7 @@ _CUDA = Path("/dev/nvidiactl")  # its driver takes more addresses than memory
 TASKS = 4096  # processes and threads of the user
 DATA_MARGIN_BYTES = 2 * 2**30  # beyond the job's memory: what is taken and never used
 
-_NO_NEW_PRIVILEGES, _DROP_BOUNDING = 38, 24  # linux/prctl.h
+_NO_NEW_PRIVILEGES, _DROP_BOUNDING, _SET_DUMPABLE = 38, 24, 4  # linux/prctl.h
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000  # linux/sched.h
 _READ_SEARCH = 2  # linux/capability.h
 _CAPABILITIES_V3 = 0x20080522
@@ -123,6 +123,7 @@ def _leave_network() -> None:
         _libc("unshare", _NEW_NET)
     except PermissionError:
         _libc("unshare", _NEW_USER | _NEW_NET)
+        _prctl(_SET_DUMPABLE, 1)  # else what is in /proc/self is root's
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -147,14 +148,16 @@ def _become(walls: Walls) -> None:
     except KeyError:
         raise NotAllowed(f"there is no user {walls.user!r}") from None
     _give(walls.folder, user.pw_uid, user.pw_gid)
+    needed = list(_needed(walls))
     os.setgroups([])
     os.setegid(user.pw_gid)
     os.seteuid(user.pw_uid)
-    closed = next((p for p in _needed(walls) if not _opens(p)), None)
+    closed = [path for path in needed if not _opens(path)]
     os.seteuid(0)
-    if closed is not None:
-        os.setegid(0)
-        raise NotAllowed(f"{walls.user} cannot read {closed}")
+    os.setegid(0)
+    if closed:
+        _give(walls.folder, 0, 0)
+        raise NotAllowed(f"{walls.user} cannot read {closed[0]}")
     os.setresgid(user.pw_gid, user.pw_gid, user.pw_gid)
     os.setresuid(user.pw_uid, user.pw_uid, user.pw_uid)
 
@@ -165,12 +168,13 @@ def _give(folder: Path, uid: int, gid: int) -> None:
 
 
 def _opens(path: Path) -> bool:
-    rights = os.R_OK | (os.X_OK if path.is_dir() else 0)
+    rights = os.R_OK | (os.X_OK if os.path.isdir(path) else 0)
     return os.access(path, rights, effective_ids=True)
 
 
 def _needed(walls: Walls) -> Iterable[Path]:
     """Yield what the process will certainly read."""
+    yield walls.folder
     yield Path(os.__file__)
     for package in ("torch", "optimizer"):
         yield from _folders_of(package)

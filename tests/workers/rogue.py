@@ -18,8 +18,6 @@ from typing import Any
 from workers import child
 from workers.child import Line, Start
 
-TARGET = "target_path"  # a file of the worker, in the place of the dataset's name
-
 
 def attempt(deed: Callable[[], object]) -> str:
     """Return what came of it: "done", or the name of the error."""
@@ -155,11 +153,23 @@ def sleep(start: Start, line: Line) -> None:
 
 
 def fill_folder(start: Start, line: Line) -> None:
-    """Leave what is no file: links to elsewhere, folders, odd names."""
-    out = Path(start.folder) / "out"
-    (out / "link.json").symlink_to("/etc/passwd")
-    (out / "checkpoint").mkdir()
-    (out / "checkpoint" / "model.safetensors").write_bytes(bytes(3 * 2**20))
+    """Leave what is no file of its own: a link to elsewhere."""
+    (Path(start.folder) / "out" / "link.json").symlink_to("/etc/passwd")
+    finish(start, line)
+
+
+def checkpoint(start: Start, line: Line) -> None:
+    """Leave a folder, as a job that exports does."""
+    folder = Path(start.folder) / "out" / "checkpoint"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(3 * 2**20))
+    finish(start, line)
+
+
+def print_much(start: Start, line: Line) -> None:
+    """Print more than anybody reads."""
+    for _ in range(400):
+        os.write(1, b"x" * 10_000)
     finish(start, line)
 
 
@@ -185,7 +195,6 @@ DEEDS: dict[str, Callable[[Start, Line], None]] = {
     "junk": write(b"\xff" * 4096),
     "huge": write((2**31).to_bytes(4, "big") + bytes(8)),
     "no_json": write((3).to_bytes(4, "big") + bytes(8) + b"{{{"),
-    "deep": write(frame({"do": "tell"}).replace(b"tell", b"done")),
     "flood": write(frame({"do": "tell", "phase": "sweep", "fraction": 0.5})),
     "unknown": write(frame({"do": "drop_tables"})),
     "pickle": write(frame({"do": "done", "outcome": "free", "summary": {}})),
@@ -193,6 +202,8 @@ DEEDS: dict[str, Callable[[Start, Line], None]] = {
     "poison": poison,
     "sleep": sleep,
     "fill_folder": fill_folder,
+    "checkpoint": checkpoint,
+    "print_much": print_much,
     "odd_name": odd_name,
 }
 
