@@ -110,8 +110,8 @@ def cancel(session: Session, tenant_id: str, job_id: str) -> Job:
     event: Event = ("job.cancelling", {})
     if moved := move(session, busy, at, [event], status=Status.CANCELLING, **asked):
         return moved
-    session.refresh(job)
-    return job
+    session.expire(job)
+    return get(session, tenant_id, job_id)
 
 
 def events(
