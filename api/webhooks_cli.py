@@ -1,0 +1,128 @@
+"""`precision webhooks …`: endpoints, and what was delivered to them."""
+
+from typing import Annotated, Any
+
+import typer
+
+from api import console, operate
+from api.operate import DataDir
+from api.options import AsJson, Key, Url, connect, emit
+
+webhooks = typer.Typer(
+    no_args_is_help=True, help="Where to tell of jobs that end, and whether it arrived."
+)
+
+EndpointId = Annotated[
+    str, typer.Argument(metavar="ENDPOINT", help="An endpoint's id, we_….")
+]
+
+
+@webhooks.command("list")
+def list_webhooks(
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """List the endpoints, the newest first."""
+    with connect(url, key, data_dir) as client:
+        found = client.webhooks()
+    emit(found, as_json, _endpoints)
+
+
+@webhooks.command("add")
+def add_webhook(
+    target: Annotated[str, typer.Argument(metavar="HTTPS_URL", help="Where to send.")],
+    event: Annotated[
+        list[str] | None,
+        typer.Option(help="job.started, …; may be repeated. Else: how jobs end."),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--format", help="standard, slack or port.")
+    ] = None,
+    description: Annotated[str, typer.Option(help="For people.")] = "",
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Add an endpoint. Its secret, which signs, is shown this once."""
+    said = {"events": event, "format": shape, "description": description}
+    body = {"url": target, **{name: value for name, value in said.items() if value}}
+    with connect(url, key, data_dir) as client:
+        made = client.add_webhook(body)
+    emit(made, as_json, lambda made: typer.echo(f"{made['id']}\n{made['secret']}"))
+
+
+@webhooks.command("test")
+def try_webhook(
+    endpoint: EndpointId,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Send a test; `precision webhooks deliveries` then says what came of it."""
+    with connect(url, key, data_dir) as client:
+        sent = client.test_webhook(endpoint)
+    emit(sent, as_json, lambda sent: typer.echo(sent["id"]))
+
+
+@webhooks.command("deliveries")
+def list_deliveries(
+    endpoint: EndpointId,
+    state: Annotated[
+        str | None, typer.Option(help="pending, delivered or failed.")
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """List the newest deliveries, with their last attempt."""
+    with connect(url, key, data_dir) as client:
+        found = client.webhook_deliveries(endpoint, state)
+    emit(found, as_json, _deliveries)
+
+
+@webhooks.command("delete")
+def delete_webhook(
+    endpoint: EndpointId,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = operate.DATA_DIR,
+) -> None:
+    """Delete an endpoint, what waits for it and its log."""
+    with connect(url, key, data_dir) as client:
+        client.delete_webhook(endpoint)
+    typer.echo(f"deleted {endpoint}")
+
+
+def _endpoints(found: list[dict[str, Any]]) -> None:
+    lines = [
+        (row["id"], row["url"], row["format"], _health(row), ", ".join(row["events"]))
+        for row in found
+    ]
+    console.rows(("endpoint", "url", "format", "state", "events"), lines)
+
+
+def _health(row: dict[str, Any]) -> str:
+    if not row["enabled"]:
+        return f"disabled: {row['disabled_reason'] or 'by its owner'}"
+    return f"failing since {row['failing_since']}" if row["failing_since"] else "ok"
+
+
+def _deliveries(found: list[dict[str, Any]]) -> None:
+    lines = [
+        (row["id"], row["event_type"], row["job_id"] or "", row["state"], _last(row))
+        for row in found
+    ]
+    console.rows(("delivery", "event", "job", "state", "last attempt"), lines)
+
+
+def _last(row: dict[str, Any]) -> str:
+    if not row["attempts"]:
+        return ""
+    last = row["attempts"][-1]
+    came = last["error"] or last["status"]
+    return f"{len(row['attempts'])}: {came}, {last['at'][:19]}Z"
