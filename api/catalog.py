@@ -18,8 +18,8 @@ from sqlalchemy.orm import Session
 
 from api import cursors, db, uses
 from api.errors import APIError, Invalid, NameTaken
+from api.ids import NAME_PATTERN
 from api.models import RegisteredModel
-from api.schemas import NAME_PATTERN
 from api.settings import settings
 from api.transitions import now
 from api.upload_errors import InUse

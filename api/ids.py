@@ -8,6 +8,7 @@ import time
 
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford: no i, l, o, u
 LENGTH = 26
+NAME_PATTERN = r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$"  # of what callers name
 PATTERN = rf"[{ALPHABET}]{{{LENGTH}}}"
 
 

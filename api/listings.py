@@ -25,8 +25,8 @@ from api import (
 from api.access import DB, Caller
 from api.auth import Caller as Who
 from api.errors import NotFound, UnsupportedMediaType
+from api.ids import NAME_PATTERN
 from api.models import Upload, UploadState
-from api.schemas import NAME_PATTERN
 from api.settings import settings
 from api.strict import StrictRoute
 from api.uploads import DATASETS, MODELS

@@ -17,7 +17,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-NAME_PATTERN = r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$"
+from api.ids import NAME_PATTERN
+
 MAX_SLA_S = 3600.0
 MAX_TOKENS = 131_072
 MAX_SECONDS = 30 * 86_400
@@ -198,10 +199,3 @@ class OptimizeRequest(Body):
     expires_in: Annotated[int, Field(ge=1, le=MAX_SECONDS)] | None = None
     webhook: WebhookRef | None = None
     metadata: Metadata = Field(default_factory=dict)
-
-
-class ModelRequest(Body):
-    """Body of POST /v1/models: a folder under an allowed root, and its name."""
-
-    name: Name
-    path: FolderPath

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from sqlalchemy.orm import Session
 
-from api import idempotency, outbox, retention, sweeps
+from api import expiry, idempotency, outbox, retention, sweeps
 from api.db import transaction
 from api.settings import settings
 from api.transitions import now
@@ -25,6 +25,7 @@ def tidy() -> dict[str, int]:
         "promises": lambda: _purge(idempotency.purge),
         "letters": lambda: _purge(_letters),
         "artifacts": lambda: _all(retention.purge_artifacts),
+        "uploads": lambda: _all(expiry.purge),
     }
     found = {}
     for name, step in steps.items():
