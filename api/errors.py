@@ -7,6 +7,7 @@
   * IdempotencyKeyMissing 400  idempotency_key_missing
   * Unauthenticated       401  unauthenticated
   * InsufficientScope     403  insufficient_scope
+  * UnknownTenant         403  unknown_tenant
   * NotFound              404  not_found
   * NotAcceptable         406  not_acceptable
   * NotFinal              409  not_final
@@ -130,6 +131,14 @@ class InsufficientScope(APIError):
         super().__init__(
             f"this needs a key with the scope {required}", required_scope=required
         )
+
+
+class UnknownTenant(APIError):
+    """The portal's token is good, but of nobody who is known here."""
+
+    status = 403
+    code = "unknown_tenant"
+    title = "No such tenant"
 
 
 class NotFound(APIError):

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 OPERATOR = "operator"  # the actor of what is done here, in the audit log
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
 keys = typer.Typer(
     no_args_is_help=True, help="API keys, in the database of --data-dir."
@@ -51,7 +50,7 @@ def create_key(
 
     held, ends = _scopes(words), _end(expires_in)
     _require(kind in ("personal", "service"), "--kind", "personal or service", kind)
-    _require(bool(NAME.fullmatch(tenant)), "--tenant", "letters, digits, . _ -", tenant)
+    _require_name(tenant, "--tenant")
     with database(data_dir) as session:
         key = auth.create_key(session, tenant, name, held, kind, ends)
         row = auth.by_id(session, auth.key_id(key))
@@ -158,7 +157,7 @@ def create_tenant(
     """Make a tenant; one that is there already is left alone."""
     from api import audit, tenants as rows
 
-    _require(bool(NAME.fullmatch(name)), "NAME", "letters, digits, . _ -", name)
+    _require_name(name, "NAME")
     with database(data_dir) as session:
         there = rows.find(session, name)
         tenant = there or rows.named(session, name)
@@ -241,6 +240,13 @@ def _require(right: bool, option: str, wanted: str, given: str) -> None:
         raise typer.BadParameter(
             f"{given!r} is not one of: {wanted}", param_hint=option
         )
+
+
+def _require_name(name: str, option: str) -> None:
+    from api import tenants as rows
+
+    right = rows.NAME.fullmatch(name) is not None
+    _require(right, option, "letters, digits, . _ -", name)
 
 
 def _note(session: Any, row: "ApiKey", action: str, **details: Any) -> None:

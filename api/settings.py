@@ -13,6 +13,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from api import scopes
+
 MIB = 2**20
 GIB = 2**30
 DAY_S = 86_400.0
@@ -263,6 +265,41 @@ class Settings(BaseSettings):
     webhook_poll_s: Seconds = Field(
         default=1.0, description="How often a worker looks for webhooks to deliver."
     )
+    oidc_issuer: str = Field(
+        default="",
+        description="Issuer of a portal's tokens, exactly as in their `iss`; they are "
+        "taken beside API keys. Empty: none are.",
+    )
+    oidc_audience: str = Field(
+        default="", description="What `aud` of those tokens must be, or contain."
+    )
+    oidc_jwks_url: str = Field(
+        default="",
+        description="Where the issuer's keys are. Empty: where its "
+        "`/.well-known/openid-configuration` says.",
+    )
+    oidc_tenant_claim: str = Field(
+        default="tenant", description="The claim that names the tenant."
+    )
+    oidc_scopes_claim: str = Field(
+        default="scope",
+        description="The claim that holds scopes; words that are none are left out.",
+    )
+    oidc_groups_claim: str = Field(
+        default="groups", description="The claim that holds the caller's groups."
+    )
+    oidc_group_scopes: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description='Scopes by group, JSON: `{"ml-platform": ["admin"]}`.',
+    )
+    oidc_group_tenants: dict[str, str] = Field(
+        default_factory=dict,
+        description="The tenant by group, JSON, where a token names none.",
+    )
+    oidc_create_tenants: bool = Field(
+        default=False,
+        description="Make the tenant that a token names where there is none yet.",
+    )
     requests_per_minute: PerMinute = Field(
         default=600, description="Requests that one key may send in a minute. 0: any."
     )
@@ -297,7 +334,16 @@ class Settings(BaseSettings):
             raise ValueError(
                 "lease_s must be at least 3 × beat_s: one beat may be late"
             )
+        _require_portal(self)
         return self
+
+
+def _require_portal(say: Settings) -> None:
+    if say.oidc_issuer and not say.oidc_audience:
+        raise ValueError("oidc_audience must be set: tokens for others are not for us")
+    for group, words in say.oidc_group_scopes.items():
+        if strange := scopes.unknown(words):
+            raise ValueError(f"oidc_group_scopes: {group}: no scope {strange[0]!r}")
 
 
 @cache

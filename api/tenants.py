@@ -1,10 +1,14 @@
 """Who owns things. Every query on `tenants` is in this file."""
 
+import re
+
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.errors import NotFound
 from api.models import Tenant
+
+NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
 
 def named(session: Session, name: str) -> Tenant:
