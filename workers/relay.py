@@ -248,7 +248,7 @@ def running(workdir: Workdir) -> Iterator[Process]:
     try:
         yield Process(process, channel)
     finally:
-        watch.end(process.pid)
+        watch.end(process.pid, reaped=process.returncode is not None)
         process.wait()
         channel.close()
         logged.join(END_S)

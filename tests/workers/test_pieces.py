@@ -4,9 +4,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,10 @@ from optimizer.errors import Cancelled, NonFiniteError
 from optimizer.pieces import Compute, Memory, Piece, Pieces, Result, key_of
 from optimizer.spec import OptimizeSpec
 from tests.service import eventually
-from workers import app, pieces, sharing
-from workers.beat import Beat, HelpersBeat
-from workers.pieces import Bench, HelpersBench, JobsBench
-from workers.sharing import Kept, Shared
+from tests.workers.benches import Own, assist, bench, own, stored
+from workers import app, sharing
+from workers.beat import Beat
+from workers.sharing import Kept
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -83,48 +83,10 @@ def job(calls: list[str]) -> Claim:
     return claimed(submit())
 
 
-@dataclass(frozen=True)
-class Own(Shared):
-    """The pieces of a job that runs here, and beats, at its worker's own desk."""
-
-    desk: JobsBench
-
-    @property
-    def claim(self) -> Claim:
-        return self.desk.job
-
-    @property
-    def beat(self) -> Beat:
-        assert isinstance(self.desk.beat, Beat)
-        return self.desk.beat
-
-
-def own(job: Claim, beat: Beat) -> Own:
-    return Own(JobsBench.of(job, beat, "own"))
-
-
 @pytest.fixture
 def shared(job: Claim) -> Iterator[Own]:
     with Beat(job, leave=lambda code: None) as beat:
         yield own(job, beat)
-
-
-def stored(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces under the keys of their rows."""
-    bench = Bench("", "", SPEC.model_sha256, HelpersBeat(""), "")
-    return [replace(piece, key=bench.own(piece.key)) for piece in pieces]
-
-
-MakeCompute = Callable[[OptimizeSpec, Pieces], Compute]
-
-
-def assist(job_id: str, worker: str, make: MakeCompute) -> int:
-    """Help as a worker does, but compute in this very process."""
-
-    def computing(spec: OptimizeSpec, bench: HelpersBench) -> None:
-        sharing.assist(bench, make(spec, Kept(bench)))
-
-    return pieces.assist(job_id, worker, computing)
 
 
 @dataclass
@@ -421,8 +383,7 @@ def test_a_killed_helper_loses_only_its_current_piece(
 
 
 def test_kept_results_are_read_and_the_rest_is_computed_here(job: Claim) -> None:
-    bench = Bench(job.job_id, job.tenant_id, "0" * 64, HelpersBeat(""), "own")
-    kept, compute = Kept(bench), Counted()
+    kept, compute = Kept(bench(job.tenant_id)), Counted()
     assert kept.run(PIECES[:2], compute, quiet) == EXPECTED[:2]
     assert kept.run(PIECES, compute, quiet) == EXPECTED
     assert compute.numbers == list(range(COUNT))
