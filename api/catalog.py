@@ -109,10 +109,8 @@ def _named(folder: Path, pointer: str) -> Iterator[None]:
 
 def require_sequences(weights: Weights, tokens: int, pointer: str) -> None:
     """Raise Invalid where the model does not take sequences of so many tokens."""
-    from optimizer import checkpoint
-
     try:
-        longest = checkpoint.longest_sequence(weights.path)
+        longest = _longest_sequence(weights.path, weights.stamp)
     except (OptimizerError, OSError):
         return  # it was read a moment ago; the worker will say what happened to it
     if longest is not None and tokens > longest:
@@ -121,6 +119,13 @@ def require_sequences(weights: Weights, tokens: int, pointer: str) -> None:
             f"sequence_tokens is {tokens}, but {weights.name} takes at most {longest} "
             f"tokens at once (config.json): give {longest} or fewer",
         )
+
+
+@lru_cache(maxsize=256)
+def _longest_sequence(folder: Path, stamp: str) -> int | None:
+    from optimizer import checkpoint
+
+    return checkpoint.longest_sequence(folder)
 
 
 @lru_cache(maxsize=256)

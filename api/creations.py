@@ -7,7 +7,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
-from api import auth, db, idempotency, jobs, orders, queue, resolve, views, webhooks
+from api import auth, bells, db, idempotency, jobs, orders, resolve, views, webhooks
 from api.errors import Invalid, InvalidState, NotFound, SourceChanged
 from api.idempotency import Answer, Once
 from api.models import FINAL, Job
@@ -88,7 +88,7 @@ def _submit(
     answer = once.run(written if asked is None else asked, act)
     if not answer.replayed:
         # After the commit: the worker must find the row.
-        queue.ring(made[-1].id, spec.hardware)
+        bells.ring_soon(made[-1].id, spec.hardware)
         request.app.state.metrics.note_job(spec.task, spec.hardware)
     return answer
 

@@ -28,7 +28,7 @@ POOL: dict[str, Any] = {"pool_size": 20, "max_overflow": 20}
 BEGIN = "sqlite_begin"  # the execution option that picks SQLite's kind of BEGIN
 
 # SQLite's writers sleep while another writes; those of one process take turns instead.
-_turn = threading.Lock()
+_turn = threading.RLock()
 
 _to_json = partial(json.dumps, allow_nan=False)  # NaN is not JSON, whoever wrote it
 

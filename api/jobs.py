@@ -29,6 +29,7 @@ from api.storage import Stored
 from api.transitions import (
     Claim,
     Event,
+    begin,
     closing,
     holds,
     lease,
@@ -79,12 +80,8 @@ def submit(
         rung_at=at,
         **order.columns(at),
     )
-    session.add(job)
-    session.flush()
-    events: list[Event] = [("job.created", {}), ("job.queued", {})]
-    submitted = move(session, Job.id == job.id, at, events)
-    assert submitted is not None  # it was added above
-    return submitted
+    begin(session, job, at, [("job.created", {}), ("job.queued", {})])
+    return job
 
 
 def get(session: Session, tenant_id: str, job_id: str) -> Job:

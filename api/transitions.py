@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, select, update
+from sqlalchemy import ColumnElement, and_, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from api import outbox
@@ -98,28 +98,39 @@ def move(
     )
     if job is None:
         return None
-    first = job.last_seq - len(happened) + 1
-    for seq, (kind, details) in enumerate(happened, first):
-        _write_event(session, job, seq, kind, details, at)
-    outbox.enqueue(session, job, first, happened, at)
-    session.flush()
+    _write(session, job, job.last_seq - len(happened) + 1, happened, at)
     return job
 
 
-def _write_event(
-    session: Session,
-    job: Job,
-    seq: int,
-    kind: str,
-    details: dict[str, Any],
-    at: datetime,
+def begin(session: Session, job: Job, at: datetime, happened: list[Event]) -> None:
+    """Add a job that nobody knows yet, with what happened to it so far."""
+    job.last_seq = len(happened)
+    session.add(job)
+    session.flush()  # its events refer to it
+    _write(session, job, 1, happened, at)
+
+
+def _write(
+    session: Session, job: Job, first: int, happened: list[Event], at: datetime
 ) -> None:
-    event = JobEvent(
-        job_id=job.id,
-        seq=seq,
-        tenant_id=job.tenant_id,
-        type=kind,
-        at=at,
-        details={"status": job.status.value, "attempt": job.attempt, **details},
-    )
-    session.add(event)
+    rows = [
+        _event(job, seq, kind, details, at)
+        for seq, (kind, details) in enumerate(happened, first)
+    ]
+    if rows:
+        session.execute(insert(JobEvent), rows)
+    outbox.enqueue(session, job, first, happened, at)
+    session.flush()
+
+
+def _event(
+    job: Job, seq: int, kind: str, details: dict[str, Any], at: datetime
+) -> dict[str, Any]:
+    return {
+        "job_id": job.id,
+        "seq": seq,
+        "tenant_id": job.tenant_id,
+        "type": kind,
+        "at": at,
+        "details": {"status": job.status.value, "attempt": job.attempt, **details},
+    }

@@ -72,9 +72,11 @@ def places(session: Session, own: str) -> dict[str, int]:
     It is a forecast: jobs that come later may go first.
     """
     running = _running()
-    order = {"partition_by": Job.tenant_id, "order_by": _within_a_tenant()}
+    own_order = func.row_number().over(
+        partition_by=Job.tenant_id, order_by=_within_a_tenant()
+    )
     # The first job of everybody else comes before my second, and running ones count.
-    turn = func.row_number().over(**order) + func.coalesce(running.c.count, 0)
+    turn = own_order + func.coalesce(running.c.count, 0)
     query = (
         select(Job.id)
         .join(Tenant, Tenant.id == Job.tenant_id)

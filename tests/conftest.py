@@ -12,7 +12,16 @@ from fastapi.testclient import TestClient
 from kombu.transport import memory
 from sqlalchemy import URL, create_engine, make_url, text
 
-from api import auth, db, places, queue, secret, settings, storage
+from api import (
+    auth,
+    bells as bells_of_the_api,
+    db,
+    places,
+    queue,
+    secret,
+    settings,
+    storage,
+)
 from api.app import create_app
 
 
@@ -119,7 +128,12 @@ def database(request: pytest.FixtureRequest) -> str:
 def bells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every job id that would have gone to the broker."""
     rung: list[str] = []
-    monkeypatch.setattr(queue, "ring", lambda job_id, hardware="": rung.append(job_id))
+
+    def ring(job_id: str, hardware: str = "") -> None:
+        rung.append(job_id)
+
+    monkeypatch.setattr(queue, "ring", ring)
+    monkeypatch.setattr(bells_of_the_api, "ring_soon", ring)
     return rung
 
 

@@ -297,7 +297,7 @@ def main() -> None:
         environment = {
             "PRECISION_DATA_DIR": str(folder),
             "PRECISION_BROKER_URL": address,
-            "PRECISION_READS_PER_MINUTE": "1000000",
+            "PRECISION_REQUESTS_PER_MINUTE": "1000000",
             "PRECISION_CREATES_PER_MINUTE": "1000000",
             "PRECISION_STREAMS_PER_KEY": str(2 * STREAMS),
             "PYTHONPATH": os.pathsep.join([str(folder), str(Path.cwd())]),
