@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Header, Request, Response
 from pydantic import BaseModel
 from pydantic_core import to_json
-from sqlalchemy import delete, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from api import db
@@ -168,12 +168,6 @@ def fingerprint(body: Any) -> str:
     """Return a digest of JSON that does not depend on the order of its keys."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def purge(session: Session) -> int:
-    """Forget the keys that have expired, and return how many there were."""
-    old = delete(IdempotencyKey).where(IdempotencyKey.expires_at <= now(session))
-    return len(list(session.scalars(old.returning(IdempotencyKey.key))))
 
 
 def _marked(given: Answer, expires_at: datetime, *, replayed: bool) -> Answer:

@@ -5,11 +5,12 @@ many processes at once.
 """
 
 import structlog
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
 
 from api import storage
 from api.db import reading, transaction
-from api.models import Artifact
+from api.models import Artifact, IdempotencyKey
 from api.transitions import now
 
 JOBS_AT_ONCE = 100
@@ -46,3 +47,9 @@ def forget(job_id: str) -> None:
             .values(purged_at=now(session))
             .execution_options(synchronize_session=False)
         )
+
+
+def purge_promises(session: Session) -> int:
+    """Forget the keys that have expired, and return how many there were."""
+    old = delete(IdempotencyKey).where(IdempotencyKey.expires_at <= now(session))
+    return len(list(session.scalars(old.returning(IdempotencyKey.key))))

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from sqlalchemy.orm import Session
 
-from api import expiry, idempotency, outbox, retention, sweeps
+from api import expiry, outbox, retention, sweeps
 from api.db import transaction
 from api.settings import settings
 from api.transitions import now
@@ -22,7 +22,7 @@ def tidy() -> dict[str, int]:
     steps: dict[str, Callable[[], int]] = {
         "events": lambda: _purge(sweeps.purge_events),
         "tombstones": lambda: _purge(sweeps.purge_tombstones),
-        "promises": lambda: _purge(idempotency.purge),
+        "promises": lambda: _purge(retention.purge_promises),
         "letters": lambda: _purge(_letters),
         "artifacts": lambda: _all(retention.purge_artifacts),
         "uploads": lambda: _all(expiry.purge),

@@ -13,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import text, update
 
-from api import auth, db, idempotency, queue, settings
+from api import auth, db, idempotency, queue, retention, settings
 from api.app import create_app
 from api.errors import InvalidParameter
 from api.models import IdempotencyKey
@@ -106,9 +106,9 @@ def test_a_key_that_has_expired_is_new(tiny: Path, client: TestClient) -> None:
     second = client.post("/v1/optimize", json={**BODY, "task": "chat"}, headers=KEY)
     assert second.json()["id"] != first
     with db.transaction() as session:
-        assert idempotency.purge(session) == 0
+        assert retention.purge_promises(session) == 0
         session.execute(update(IdempotencyKey).values(expires_at=long_ago))
-        assert idempotency.purge(session) == 1
+        assert retention.purge_promises(session) == 1
 
 
 def test_a_service_must_send_a_key(
