@@ -113,18 +113,22 @@ def _listening(session: Session, job: Job) -> list[WebhookEndpoint]:
     )
     if job.webhook_endpoint_id is not None:
         query = query.where(WebhookEndpoint.id == job.webhook_endpoint_id)
-    return list(session.scalars(query))
+    # A shared lock: who deletes one now waits, and what we add does not dangle.
+    return list(session.scalars(query.with_for_update(read=True, key_share=True)))
 
 
 # -- for the owner ---------------------------------------------------------------
 
 
-def get(session: Session, tenant_id: str, delivery_id: str) -> WebhookDelivery:
-    """Return the tenant's delivery or raise NotFound, also for another tenant's."""
+def _hold(session: Session, tenant_id: str, delivery_id: str) -> WebhookDelivery:
+    """Return the tenant's delivery or raise NotFound, also for another tenant's.
+
+    Nobody else changes it until the transaction ends.
+    """
     query = select(WebhookDelivery).where(
         WebhookDelivery.id == delivery_id, WebhookDelivery.tenant_id == tenant_id
     )
-    delivery = session.scalar(query)
+    delivery = session.scalar(query.with_for_update())
     if delivery is None:
         raise NotFound(f"no delivery {delivery_id[:64]}")
     return delivery
@@ -152,7 +156,7 @@ def replay(
 
     Raises NotFound, and InvalidState where the endpoint is disabled.
     """
-    delivery = get(session, tenant_id, delivery_id)
+    delivery = _hold(session, tenant_id, delivery_id)
     endpoint = session.get(WebhookEndpoint, delivery.endpoint_id)
     if endpoint is None or not endpoint.enabled:
         raise InvalidState("the endpoint is disabled; enable it first")

@@ -75,8 +75,11 @@ def get(session: Session, tenant_id: str, endpoint_id: str) -> WebhookEndpoint:
 
 
 def hold(session: Session, tenant_id: str, endpoint_id: str) -> WebhookEndpoint:
-    """Return the endpoint; until the transaction ends nobody else changes it."""
-    locked = _one(tenant_id, endpoint_id).with_for_update()
+    """Return the endpoint; until the transaction ends nobody else changes it.
+
+    Whoever holds an endpoint may then take its deliveries, and never the other way.
+    """
+    locked = _one(tenant_id, endpoint_id).with_for_update(key_share=True)
     return _found(session, locked, endpoint_id)
 
 
@@ -165,7 +168,8 @@ def _checked(url: str) -> str:
 
 def _require_room(session: Session, tenant_id: str) -> None:
     # Two requests at once must not both take the last place.
-    session.execute(select(Tenant.id).where(Tenant.id == tenant_id).with_for_update())
+    place = select(Tenant.id).where(Tenant.id == tenant_id)
+    session.execute(place.with_for_update(key_share=True))
     query = select(func.count()).where(WebhookEndpoint.tenant_id == tenant_id)
     used, limit = session.scalar(query) or 0, settings().webhook_max_endpoints
     if used >= limit:
@@ -201,11 +205,15 @@ def _record(
 # -- for the postman -------------------------------------------------------------
 
 
-def note(session: Session, letter: Letter, attempt: Attempt, at: datetime) -> None:
+def note(
+    session: Session,
+    endpoint: WebhookEndpoint,
+    letter: Letter,
+    attempt: Attempt,
+    at: datetime,
+) -> None:
     """Remember whether anything arrives, and disable an endpoint where nothing does."""
-    query = select(WebhookEndpoint).where(WebhookEndpoint.id == letter.endpoint_id)
-    endpoint = session.scalar(query.with_for_update())
-    if endpoint is None or not endpoint.enabled or endpoint.url != letter.url:
+    if not endpoint.enabled or endpoint.url != letter.url:
         return  # it changed meanwhile: what was learned is about another
     if attempt.arrived:
         endpoint.failing_since = None

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from standardwebhooks import Webhook
 
 from api import outbox, transitions, webhooks
 from api.db import reading, transaction
+from api.errors import NotFound
 from api.outbox import Attempt, Letter
 from api.settings import settings
 from workers import outgoing
@@ -88,11 +90,12 @@ class Postman:
     def deliver(self, letter: Letter) -> None:
         """Send one letter, and write down what came of it."""
         attempt = self._attempt(letter)
-        with transaction() as session:
+        with transaction() as session, suppress(NotFound):  # it was deleted
+            endpoint = webhooks.hold(session, letter.tenant_id, letter.endpoint_id)
             at = self._clock(session)
             again_at = retry_at(letter.attempt, at)
             if outbox.record(session, letter, attempt, at, again_at):
-                webhooks.note(session, letter, attempt, at)
+                webhooks.note(session, endpoint, letter, attempt, at)
 
     def _anything(self) -> bool:
         """Whether something is due. Looking takes no lock; taking does."""

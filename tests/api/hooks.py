@@ -64,6 +64,8 @@ def take(
 def tell(letter: Letter, status: int | None, again_at: datetime | None = None) -> bool:
     attempt = Attempt(status, None if status else "no connection", 0.1)
     with transaction() as session:
+        endpoint = session.get(WebhookEndpoint, letter.endpoint_id)
         told = outbox.record(session, letter, attempt, now(session), again_at)
-        webhooks.note(session, letter, attempt, now(session))
+        if endpoint is not None:
+            webhooks.note(session, endpoint, letter, attempt, now(session))
     return told

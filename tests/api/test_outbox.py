@@ -1,6 +1,7 @@
 """What is told to whom, on SQLite and on PostgreSQL, in the transaction that does it."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -165,8 +166,9 @@ def test_nobody_replays_what_is_anothers(tenant: str) -> None:
     hook = endpoint(tenant)
     finish(submitted(tenant))
     (delivery,) = deliveries(hook.id)
+    other = tenant_named("other")
     with pytest.raises(NotFound), transaction() as session:
-        outbox.replay(session, tenant_named("other"), delivery.id, now(session))
+        outbox.replay(session, other, delivery.id, now(session))
 
 
 # -- endpoints -------------------------------------------------------------------
@@ -225,7 +227,8 @@ def test_five_days_without_an_arrival_disable_and_one_arrival_forgives(
         at = letter.at + timedelta(days=days)
         with transaction() as session:
             then = replace(letter, at=at)
-            webhooks.note(session, then, Attempt(status, None, 0.1), at)
+            row = webhooks.hold(session, tenant, hook.id)
+            webhooks.note(session, row, then, Attempt(status, None, 0.1), at)
         return read(hook.id)
 
     assert told(0, 500).failing_since == letter.at
@@ -303,6 +306,35 @@ def test_a_deleted_endpoint_takes_its_deliveries_along(tenant: str) -> None:
     assert deliveries(hook.id) == []
     assert not tell(letter, 200)  # it was on its way
     assert audited(tenant) == ["created", "deleted"]
+
+
+def test_an_event_beside_a_deletion_is_neither_lost_nor_in_the_way(
+    tenant: str,
+) -> None:
+    """The job goes on, whoever of the two is first."""
+    hook = endpoint(tenant, *EVERY)
+    with ThreadPoolExecutor(2) as pool:
+        with transaction() as session:
+            webhooks.delete(session, "tester", webhooks.hold(session, tenant, hook.id))
+            submitting = pool.submit(submitted, tenant)
+            time.sleep(0.2)  # it waits for us
+        job_id = submitting.result(10)
+        again = endpoint(tenant, *EVERY)
+        with transaction() as session:
+            jobs.cancel(session, tenant, job_id)
+            deleting = pool.submit(deleted, tenant, again.id)
+            time.sleep(0.2)
+            assert not deleting.done()
+        deleting.result(10)
+    assert deliveries(again.id) == []
+    with reading() as session:
+        assert jobs.get(session, tenant, job_id).status == "cancelled"
+
+
+def deleted(tenant: str, endpoint_id: str) -> None:
+    with transaction() as session:
+        row = webhooks.hold(session, tenant, endpoint_id)
+        webhooks.delete(session, "tester", row)
 
 
 # -- watching --------------------------------------------------------------------

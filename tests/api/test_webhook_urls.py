@@ -4,6 +4,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
 from api.settings import settings
 from api.webhook_urls import UrlRefused, is_public, parse, refusal
@@ -204,6 +205,31 @@ def test_what_an_operator_allows_may_be_private_plain_and_on_any_port(
     assert refusal("hooks.corp", ip_address("10.1.0.9")) is None
     assert refusal("portal", ip_address("192.168.0.1")) is None
     assert refusal("hooks.corp", ip_address("10.2.0.9")) is not None
+
+
+PARTS = st.text(
+    alphabet=st.one_of(st.sampled_from("/:@?#[]%.\\0x1aé。-_"), st.characters())
+)
+
+
+@given(
+    st.one_of(
+        st.builds(
+            "".join, st.tuples(st.sampled_from(["https://", "http:", ""]), PARTS)
+        ),
+        st.builds("https://{}.example.com{}".format, PARTS, PARTS),
+        st.builds("https://example.com:{}".format, PARTS),
+    )
+)
+def test_any_text_is_refused_or_read_alike_twice(text: str) -> None:
+    try:
+        target = parse(text)
+    except UrlRefused:
+        return
+    assert parse(target.url) == target
+    assert target.scheme == "https"
+    assert target.port in (443, 8443)
+    assert "." in target.host or ":" in target.host
 
 
 def test_other_ports_may_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
