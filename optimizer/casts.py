@@ -29,6 +29,7 @@ from optimizer.fits import fit
 from optimizer.formats import FORMATS
 from optimizer.hardware import Device
 from optimizer.kernels import Tables
+from optimizer.padding import padded
 from optimizer.roofline import moved_s
 from optimizer.sizes import size_bytes
 from optimizer.spec import Workload
@@ -130,15 +131,17 @@ def modelled(
 
     `tables` are those of the device where not given.
     """
-    shapes = {s.site: share(s, workload.tensor_parallel) for s in model.sites}
+    ways = workload.tensor_parallel
+    shapes = {s.site: share(s, ways) for s in model.sites}
+    whole = {s.site: s for s in model.sites}
     prefill = workload.batch_size * workload.prompt_tokens
     known = tables or kernels.tables(device.id)
     host_s = 0.0 if workload.cuda_graphs else HOST_S
 
     def cost_of(pair: Pair, producer: Choice, consumer: Choice) -> CastCost:
         given = _handed_on(pair[0], producer, shapes)
-        shape = shapes[pair[1]]
-        last_only = shape.site.component is Component.LM_HEAD
+        shape = share(padded(whole[pair[1]], consumer), ways)  # as its own price is
+        last_only = pair[1].component is Component.LM_HEAD and not model.every_row
         first = workload.batch_size if last_only else prefill
         return CastCost(
             *(

@@ -5,7 +5,7 @@ other, for every architecture.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optimizer.errors import ModelError
 from optimizer.families import FAMILIES, Config, Family
@@ -210,8 +210,10 @@ def _layer(sizes: _Sizes, layer: int) -> Iterator[SiteShape]:
     yield from (
         _experts(sizes, layer) if sizes.is_sparse(layer) else _dense(sizes, layer)
     )
-    norms = sizes.norms * hidden
-    yield SiteShape(Site(layer, Component.NORMS), elements=norms)
+    norms = SiteShape(Site(layer, Component.NORMS), elements=sizes.norms * hidden)
+    if sizes.family.head_norms:
+        norms = replace(norms, heads=heads, kv_heads=kv, head_dim=dim)
+    yield norms
 
 
 def _fused(

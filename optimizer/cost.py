@@ -7,8 +7,8 @@ says which, and what error to expect. Casts to FP8 are counted at the site that 
 them; casts between 16 and 32 bits ride along in a kernel that reads the tensor anyway.
 
 Under tensor parallelism seconds are those of one GPU's share, and the sums over the GPUs
-are counted at the sites whose outputs they complete; bytes are of all GPUs together. The
-gather of the logits is not counted.
+are counted at the sites whose outputs they complete, the gather of the logits at the
+head; bytes are of all GPUs together.
 """
 
 import math
@@ -95,10 +95,11 @@ def share(shape: SiteShape, gpus: int) -> SiteShape:
     """Return what one GPU of a tensor-parallel group has of a site.
 
     Outputs of q, k, v, of gate and up and of the vocabulary are split, and inputs of
-    what follows; norms and the router are on every GPU.
+    what follows; norms and the router are on every GPU, but for the norms of heads.
     """
     component = shape.site.component
-    if gpus == 1 or component in (Component.NORMS, Component.ROUTER):
+    whole = component in (Component.NORMS, Component.ROUTER) and not shape.heads
+    if gpus == 1 or whole:
         return shape
 
     def part(size: int) -> int:
@@ -113,7 +114,9 @@ def share(shape: SiteShape, gpus: int) -> SiteShape:
         weight_elements=part(shape.weight_elements),
         heads=part(shape.heads),
         kv_heads=part(shape.kv_heads),
-        elements=part(shape.elements),
+        elements=shape.elements
+        if component is Component.NORMS
+        else part(shape.elements),
     )
 
 
@@ -148,6 +151,7 @@ def _site_cost(
 ) -> SiteCost:
     whole, shape = shape, share(shape, workload.tensor_parallel)
     prefill, decode = steps(workload)
+    prefill = replace(prefill, every_row=within.every_row)
     if shape.site.component not in ATTENTION:
         decode = decode[:1]  # its time does not depend on the context
 
@@ -156,8 +160,8 @@ def _site_cost(
         if not workload.cuda_graphs:
             launched = launches(shape, choice, within.hidden) * HOST_S
             found = replace(found, seconds=max(found.seconds, launched))
-        if workload.tensor_parallel > 1 and shape.site.component in _REDUCED:
-            size = step.tokens * within.hidden * REDUCED_BYTES
+        size = _exchanged(whole, step, within)
+        if workload.tensor_parallel > 1 and size:
             added = _all_reduce_s(workload.tensor_parallel, size, device, tables)
             found = replace(found, seconds=found.seconds + added)
         return found
@@ -174,6 +178,19 @@ def _site_cost(
         first_basis=first.basis,
         first_error=first.error,
     )
+
+
+def _exchanged(shape: SiteShape, step: Step, within: Frame) -> int:
+    """Return the bytes of which an all-reduce takes as long as what GPUs exchange.
+
+    Logits are gathered, each GPU's part of the vocabulary by all of them: half of the
+    traffic of a sum of as many bytes, which gathers what it has first added up.
+    """
+    rows = step.rows(shape.site.component)
+    if shape.site.component is Component.LM_HEAD:
+        return math.ceil(rows * shape.n * REDUCED_BYTES / 2)
+    reduced = shape.site.component in _REDUCED
+    return step.tokens * within.hidden * REDUCED_BYTES if reduced else 0
 
 
 def _mean(found: list[Timed]) -> Timed:

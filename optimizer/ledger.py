@@ -91,7 +91,8 @@ class Served:
     weight_bytes: int
     caches: tuple[_Cache, ...]
     chunk_bytes: float  # activations of one token
-    logit_bytes: int  # of one sequence
+    logit_bytes: int  # of one row
+    every_row: bool = False  # an encoder has logits at every position
 
     def cache_bytes(self, tokens: int) -> int:
         """Return the bytes of one sequence's K and V after so many tokens."""
@@ -104,8 +105,8 @@ class Served:
     def working_bytes(self, workload: Workload) -> int:
         """Return the bytes of activations at the widest point of a pass."""
         tokens = min(workload.batch_size * workload.prompt_tokens, CHUNK_TOKENS)
-        logits = workload.batch_size * self.logit_bytes
-        return math.ceil(tokens * self.chunk_bytes) + logits
+        rows = tokens if self.every_row else workload.batch_size
+        return math.ceil(tokens * self.chunk_bytes) + rows * self.logit_bytes
 
     def ledger(self, workload: Workload) -> Ledger:
         """Return the rows of a workload, every sequence at its end."""
@@ -123,7 +124,8 @@ class Served:
                     "activations",
                     self.working_bytes(workload),
                     "hidden states, input and output of the widest matrix, of "
-                    f"{CHUNK_TOKENS} tokens at most; one row of logits per sequence",
+                    f"{CHUNK_TOKENS} tokens at most; logits of "
+                    + ("each" if self.every_row else "one row of a sequence"),
                 ),
             ),
             self.ways,
@@ -200,6 +202,7 @@ def served(model: ModelShape, alike: Kinds, ways: int = 1) -> Served:
         caches=tuple(_caches(alike, ways)),
         chunk_bytes=model.hidden * size_bytes(fmt) + widest,
         logit_bytes=share_of(model.vocab, ways) * LOGIT_BYTES,
+        every_row=model.every_row,
     )
 
 

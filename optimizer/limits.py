@@ -8,7 +8,7 @@ does is wrong, or the data sheet is.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from optimizer.cost import share, steps
@@ -58,6 +58,9 @@ def limits(alike: Kinds, device: Device, workload: Workload) -> tuple[Limit, Lim
         for (shape, choice), count in alike.items()
     ]
     prefill, decode = steps(workload)
+    found = {shape.site.component for shape, _ in alike}
+    uncached = Component.ATTN_SCORES in found and Component.KV_CACHE not in found
+    prefill = replace(prefill, every_row=uncached)
     return _limit(shared, device, decode), _limit(shared, device, [prefill])
 
 

@@ -121,7 +121,7 @@ def casts(model: ModelShape, workload: Workload) -> Casts:
         if given == wanted:
             return CastCost(0.0, 0.0)
         reader = shapes[pair[1]]
-        last_only = reader.site.component is Component.LM_HEAD
+        last_only = reader.site.component is Component.LM_HEAD and not model.every_row
         rows = (batch, batch if last_only else batch * prompt)
         width = reader.k or reader.elements
         return CastCost(*(cast_s(n, width, given, wanted) for n in rows))
@@ -135,7 +135,7 @@ def _both(
     batch, prompt = workload.batch_size, workload.prompt_tokens
     mean_context = prompt + workload.output_tokens // 2
     decode = _op(model, shape, choice, batch, 1, mean_context)
-    last_only = shape.site.component is Component.LM_HEAD
+    last_only = shape.site.component is Component.LM_HEAD and not model.every_row
     prefill = _op(model, shape, choice, batch, 1 if last_only else prompt, prompt)
     return seconds(decode), seconds(prefill)
 

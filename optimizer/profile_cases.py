@@ -64,7 +64,8 @@ def _matrices(
     for shape in model.sites:
         if shape.site.component in LINEAR:
             head = shape.site.component is Component.LM_HEAD
-            for m, fmt in itertools.product(_tokens(workload, head), formats):
+            few = head and not model.every_row
+            for m, fmt in itertools.product(_tokens(workload, few), formats):
                 yield _matrix(fmt, m, shape.n, shape.k)
 
 

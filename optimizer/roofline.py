@@ -36,6 +36,7 @@ from optimizer.stack import (
 # The pass to FP8 reads 2 bytes and writes 1 for every element; less than 1 in fewer
 # bits, which is not taken off.
 QUANTIZE_BYTES = 3
+HEAD_NORMS = 2  # kernels: of Q, and of K
 ROTATE_AND_WRITE = 2  # kernels between the fused q, k, v and attention
 
 
@@ -46,6 +47,7 @@ class Step:
     sequences: int
     queries: int  # tokens of each sequence that go through
     context: float  # tokens that the last of them looks at
+    every_row: bool = False  # of an encoder: the head answers at every position
 
     @property
     def tokens(self) -> int:
@@ -53,8 +55,9 @@ class Step:
         return self.sequences * self.queries
 
     def rows(self, component: Component) -> int:
-        """Rows that go through a matrix: the last position's alone, in lm_head."""
-        return self.sequences if component is Component.LM_HEAD else self.tokens
+        """Rows that go through a matrix: in a decoder's lm_head the last position's."""
+        last_only = component is Component.LM_HEAD and not self.every_row
+        return self.sequences if last_only else self.tokens
 
     def keys(self, window: int | None) -> float:
         """Tokens of one sequence whose K and V a decode step reads."""
@@ -86,6 +89,7 @@ class Frame:
 
     hidden: int
     gated: bool = False  # the activation reads two halves and multiplies them
+    every_row: bool = False  # the head answers at every position
 
 
 def frame(model: ModelShape) -> Frame:
@@ -95,7 +99,7 @@ def frame(model: ModelShape) -> Frame:
         next((s for s in model.sites if s.site.component is c), None) for c in ends
     )
     gated = inner is not None and outer is not None and inner.n > outer.k
-    return Frame(model.hidden, gated)
+    return Frame(model.hidden, gated, model.every_row)
 
 
 def seconds(
@@ -339,17 +343,19 @@ def _act_s(work: _Work) -> float:
 
 
 def _norms(shape: SiteShape, hidden: int) -> int:
-    return max(1, shape.elements // hidden)
+    return max(1, shape.elements // hidden) + (HEAD_NORMS if shape.heads else 0)
 
 
 def _norms_s(work: _Work) -> float:
     """Two kernels in a layer: each adds to the residual stream, and normalizes it.
 
-    Input and residual are read, the sum and its normal form are written.
+    Input and residual are read, the sum and its normal form are written. Where Q and K
+    are normalized by head, a kernel for each reads them and writes them back.
     """
     shape, choice, fit = work.shape, work.choice, work.fit
     width = size_bytes(choice.input.format) + size_bytes(choice.output)
-    moved = 2 * work.step.tokens * shape.elements * width
+    by_head = (shape.heads + shape.kv_heads) * shape.head_dim
+    moved = work.step.tokens * (2 * shape.elements + by_head) * width
     fixed = (_norms(shape, work.within.hidden) - 1) * fit.stream.fixed_s
     return _stream_s(moved, work.device, fit.stream) + fixed
 

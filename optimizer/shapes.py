@@ -130,8 +130,24 @@ def _layer_shapes(
         *linear(Component.FFN_IN),
         act,
         *linear(Component.FFN_OUT),
-        SiteShape(Site(index, Component.NORMS), elements=_normed(config, layer)),
+        _norms_shape(config, index, layer),
     ]
+
+
+def _norms_shape(config: Any, index: int, layer: nn.Module) -> SiteShape:
+    """Return the size of a layer's norms; with Q's and K's heads where they have some."""
+    site, elements = Site(index, Component.NORMS), _normed(config, layer)
+    heads = heads_of(config)
+    inside: list[Any] = [m for m in attention_module(layer).modules() if is_norm(m)]
+    if not any(m.weight.numel() == heads.dim for m in inside):
+        return SiteShape(site, elements=elements)
+    return SiteShape(
+        site,
+        elements=elements,
+        heads=heads.queries,
+        kv_heads=heads.kv,
+        head_dim=heads.dim,
+    )
 
 
 def _normed(config: Any, layer: nn.Module) -> int:

@@ -191,6 +191,12 @@ class ModelShape:
     tied_embeddings: bool  # embeddings and lm_head are one tensor
     sites: tuple[SiteShape, ...]
 
+    @property
+    def every_row(self) -> bool:
+        """Whether the head answers at every position: an encoder attends, uncached."""
+        found = {s.site.component for s in self.sites}
+        return Component.ATTN_SCORES in found and Component.KV_CACHE not in found
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:
