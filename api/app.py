@@ -23,7 +23,10 @@ from api import (
     problems,
     results,
     routes,
+    trials,
     upload_routes,
+    webhook_docs,
+    webhook_routes,
 )
 from api.events import Streams
 from api.metrics import Metrics, service_version
@@ -76,15 +79,18 @@ def create_app() -> FastAPI:
     for part in (
         routes,
         results,
+        trials,
         estimate,
         hardware,
         formats,
         listings,
         upload_routes,
         key_routes,
+        webhook_routes,
         health,
     ):
         app.include_router(part.router)
+    webhook_docs.install(app)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     return app
 

@@ -4,7 +4,6 @@ Commands talk to the service over HTTP (`options.py` says where it is); those of
 `operate.py` work on its data folder itself.
 """
 
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -14,10 +13,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from api import console, estimate_cli, keys_cli, lookup, measure, operate
+from api import console, estimate_cli, jobs_cli, keys_cli, lookup, measure, operate
 from api.client import Client, ClientError
+from api.jobs_cli import JobId
 from api.operate import DataDir, OperateError
 from api.options import AsJson, Key, Url, connect, dumps, emit, seconds
+from api.webhooks_cli import webhooks
 
 SLA_NOT_MET = 3
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -30,13 +31,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-jobs = typer.Typer(no_args_is_help=True, help="Look at jobs, and cancel them.")
 models = typer.Typer(no_args_is_help=True, help="The models that the service knows.")
-app.add_typer(jobs, name="jobs")
+app.add_typer(jobs_cli.jobs, name="jobs")
 app.add_typer(models, name="models")
 app.add_typer(lookup.hardware, name="hardware")
 app.add_typer(keys_cli.keys, name="keys")
 app.add_typer(keys_cli.tenants, name="tenants")
+app.add_typer(webhooks, name="webhooks")
 lookup.hardware.command("profile")(measure.profile)
 # A negative number is not an option.
 app.command("bits", context_settings={"ignore_unknown_options": True})(
@@ -45,8 +46,6 @@ app.command("bits", context_settings={"ignore_unknown_options": True})(
 app.command()(estimate_cli.estimate)
 app.command()(operate.serve)
 app.command()(operate.demo)
-
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, job_….")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,64 +185,6 @@ def _show_end(client: Client, job: dict[str, Any], as_json: bool) -> int:
     if job["status"] != "succeeded":
         return 1
     return SLA_NOT_MET if job["outcome"] == "sla_not_met" else 0
-
-
-@jobs.command("list")
-def list_jobs(
-    limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
-    status: Annotated[str | None, typer.Option(help="running, failed, …")] = None,
-    as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
-) -> None:
-    """List jobs, the newest first."""
-    with connect(url, key, data_dir) as client:
-        found = client.jobs(limit=limit, status=status)
-    emit(found, as_json, console.jobs)
-
-
-@jobs.command("get")
-def get_job(
-    job_id: JobId,
-    as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
-) -> None:
-    """Show one job."""
-    with connect(url, key, data_dir) as client:
-        job = client.job(job_id)
-    emit(job, as_json, console.job)
-
-
-@jobs.command("cancel")
-def cancel_job(
-    job_id: JobId,
-    as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
-) -> None:
-    """Stop a job; it ends within seconds."""
-    with connect(url, key, data_dir) as client:
-        job = client.cancel(job_id)
-    emit(job, as_json, lambda job: typer.echo(f"{job['id']} {job['status']}"))
-
-
-@jobs.command("events")
-def list_events(
-    job_id: JobId,
-    as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
-) -> None:
-    """Show what happened to a job so far; with --json one event per line."""
-    with connect(url, key, data_dir) as client:
-        for event in client.events(job_id):
-            line = json.dumps(event) if as_json else console.event_line(event)
-            typer.echo(line)
 
 
 @app.command()

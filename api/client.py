@@ -8,16 +8,18 @@ Everything that goes wrong is a `ClientError` that carries the problem document.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
+from uuid import uuid4
 
 import httpx
 
 Json = dict[str, Any]
 
 FINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
+KEY = "Idempotency-Key"  # with it, sending again has no second effect
 RETRIED = frozenset({429, 502, 503, 504})  # the request was not served
 READING_S = 900.0  # the service reads gigabytes of weights before it answers
 TRIES = 5  # 0.2 + 0.4 + 0.8 + 1.6 = 3 s: longer than a supervised restart
@@ -91,18 +93,52 @@ class Client:
 
     # -- jobs ------------------------------------------------------------------
 
-    def optimize(self, body: Json) -> Json:
-        """Create a job. Never retried: a second POST would be a second job."""
-        return self._json("POST", "/v1/optimize", json=body, timeout=READING_S)
+    def optimize(self, body: Json, idempotency_key: str | None = None) -> Json:
+        """Create a job. The same key again, within a day: the same job.
+
+        Without one each call has its own, so that sending again makes no second job.
+        """
+        return self._create("/v1/optimize", idempotency_key, json=body)
+
+    def retry(self, job_id: str, idempotency_key: str | None = None) -> Json:
+        """Create a job like one that has ended; see `optimize`."""
+        return self._create(_path("/v1/jobs", job_id, "retry"), idempotency_key)
 
     def job(self, job_id: str) -> Json:
         """Return the job."""
         return self._json("GET", _path("/v1/jobs", job_id))
 
-    def jobs(self, *, limit: int = 20, status: str | None = None) -> list[Json]:
-        """Return the newest jobs first."""
-        params: Json = {"limit": limit, **({"status": status} if status else {})}
+    def jobs(
+        self,
+        *,
+        limit: int = 20,
+        status: str | Sequence[str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        **filters: str | None,
+    ) -> list[Json]:
+        """Return the newest jobs first, those that all the filters let through.
+
+        `filters`: hardware, created_after, created_before, order.
+        """
+        pairs = {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
+        said = {"status": status, **filters, **pairs}
+        params = {"limit": limit, **{k: v for k, v in said.items() if v}}
         return _rows(self._json("GET", "/v1/jobs", params=params))
+
+    def delete(self, job_id: str) -> None:
+        """Delete the files of a job that has ended."""
+        self._send("DELETE", _path("/v1/jobs", job_id))
+
+    def trials(self, job_id: str, kind: str | None = None) -> Iterator[Json]:
+        """Yield everything that the job tried, page by page."""
+        path = _path("/v1/jobs", job_id, "trials")
+        params: Json = {"limit": 1000, **({"kind": kind} if kind else {})}
+        while True:
+            page = self._json("GET", path, params=params)
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            params["after"] = page["next_cursor"]
 
     def cancel(self, job_id: str) -> Json:
         """Ask the job to stop. Harmless where it has stopped."""
@@ -180,6 +216,34 @@ class Client:
             timeout=READING_S,
         )
 
+    # -- webhooks --------------------------------------------------------------
+
+    def webhooks(self) -> list[Json]:
+        """Return the newest webhook endpoints first."""
+        return _rows(self._json("GET", "/v1/webhook_endpoints", params={"limit": 100}))
+
+    def add_webhook(self, body: Json) -> Json:
+        """Add an endpoint; the answer has its secret, this once."""
+        return self._json("POST", "/v1/webhook_endpoints", json=body)
+
+    def test_webhook(self, endpoint_id: str) -> Json:
+        """Send a test event and return its delivery."""
+        return self._json("POST", _path("/v1/webhook_endpoints", endpoint_id, "test"))
+
+    def webhook_deliveries(
+        self, endpoint_id: str, state: str | None = None
+    ) -> list[Json]:
+        """Return the newest deliveries to an endpoint, with every attempt."""
+        path = _path("/v1/webhook_endpoints", endpoint_id, "deliveries")
+        params: Json = {"limit": 100, **({"state": state} if state else {})}
+        return _rows(self._json("GET", path, params=params))
+
+    def delete_webhook(self, endpoint_id: str) -> None:
+        """Delete an endpoint and its deliveries."""
+        self._send("DELETE", _path("/v1/webhook_endpoints", endpoint_id))
+
+    # -- whether it is there ---------------------------------------------------
+
     def ready(self) -> bool:
         """Whether the service answers `/readyz` with 200. Never raises."""
         try:
@@ -189,6 +253,10 @@ class Client:
 
     # -- the wire --------------------------------------------------------------
 
+    def _create(self, path: str, key: str | None, **options: Any) -> Json:
+        headers = {KEY: f'"{key or uuid4()}"'}
+        return self._json("POST", path, headers=headers, timeout=READING_S, **options)
+
     def _json(self, method: str, path: str, **options: Any) -> Json:
         response = self._send(method, path, **options)
         try:
@@ -197,7 +265,8 @@ class Client:
             raise ClientError(_no_api(response)) from None
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        tries = TRIES if method == "GET" else 1
+        safe = method in ("GET", "DELETE") or KEY in options.get("headers", {})
+        tries = TRIES if safe else 1
         for attempt in range(1, tries + 1):
             last = attempt == tries
             try:
@@ -207,7 +276,7 @@ class Client:
                     raise ClientError(self._unreachable(error)) from None
                 self._sleep(0.1 * 2**attempt)
                 continue
-            if response.status_code not in RETRIED or last:
+            if last or not _try_again(response):
                 break
             self._sleep(_retry_after_s(response, 0.1 * 2**attempt))
         if not response.is_success:
@@ -219,6 +288,12 @@ class Client:
         return {"title": "The service cannot be reached", "code": "unreachable"} | {
             "detail": detail
         }
+
+
+def _try_again(response: httpx.Response) -> bool:
+    if response.status_code == 409:  # the first of two is being served
+        return str(_problem(response).get("code")) == "idempotency_in_progress"
+    return response.status_code in RETRIED
 
 
 def _path(*parts: str) -> str:

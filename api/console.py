@@ -155,6 +155,19 @@ def _job_line(job: Json) -> tuple[object, ...]:
     )
 
 
+def trials(found: list[Json]) -> None:
+    """Print what a job tried; a choice that was refused says why."""
+    title = ("trial", "nats", "s/token", "")
+    rows(title, [_trial_line(trial) for trial in found])
+
+
+def _trial_line(trial: Json) -> tuple[object, ...]:
+    figures = (trial["kl_nats"], trial["per_token_s"])
+    shown = ("" if value is None else f"{value:.3g}" for value in figures)
+    note = trial["refused"] or ("chosen" if trial["chosen"] else "")
+    return (trial["id"], *shown, note)
+
+
 def models(found: list[Json]) -> None:
     """Print a list of models."""
     rows(

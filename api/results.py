@@ -49,13 +49,13 @@ def get_report(
 @router.get("/stack")
 def get_stack(job_id: str, caller: Caller, session: DB) -> dict[str, Any]:
     """Return the chosen stack by component, by layer and by site."""
-    return views.stack(job_id, _report(session, caller, job_id))
+    return views.stack(job_id, report_of(session, caller, job_id))
 
 
 @router.get("/front")
 def get_front(job_id: str, caller: Caller, session: DB) -> dict[str, Any]:
     """Return the Pareto front, each point with its whole stack."""
-    return views.front(job_id, _report(session, caller, job_id))
+    return views.front(job_id, report_of(session, caller, job_id))
 
 
 @router.get("/artifacts")
@@ -94,7 +94,8 @@ def _artifact(
     return artifact
 
 
-def _report(session: Session, caller: auth.Caller, job_id: str) -> dict[str, Any]:
+def report_of(session: Session, caller: auth.Caller, job_id: str) -> dict[str, Any]:
+    """Return the report document of a job that succeeded. Raises NotFinal, or Gone."""
     _succeeded(session, caller, job_id)
     row = _artifact(session, caller, job_id, "report.json")
     try:

@@ -227,6 +227,28 @@ def test_a_cancel_of_a_finished_job_changes_nothing(site: Path, precision: Run) 
     assert "succeeded" in cancelled
 
 
+def test_a_job_is_found_repeated_and_deleted(site: Path, precision: Run) -> None:
+    _, out, _ = precision(*ASK, "--json")
+    job = json.loads(out)["id"]
+    code, out, _ = precision("jobs", "list", "--status", "succeeded", "--json")
+    assert (code, [each["id"] for each in json.loads(out)]) == (0, [job])
+    code, out, _ = precision("jobs", "list", "--metadata", "team=ads", "--json")
+    assert (code, json.loads(out)) == (0, [])
+    code, _, error = precision("jobs", "list", "--metadata", "team")
+    assert (code, "KEY=VALUE" in error) == (2, True)
+    code, out, _ = precision("jobs", "trials", job)
+    assert code == 0
+    assert "layers.0.attn_qkv=fp8_e4m3" in out
+    code, out, _ = precision("jobs", "trials", job, "--kind", "stack", "--json")
+    assert json.loads(out.splitlines()[0])["id"] == "chosen"
+    code, out, _ = precision("jobs", "retry", job)
+    assert (code, out.startswith("job_")) == (0, True)
+    code, _, _ = precision("jobs", "delete", job)
+    assert code == 0
+    code, _, error = precision("report", job)
+    assert (code, "deleted" in error or "no longer" in error) == (1, True)
+
+
 def test_the_report_is_written_for_people_and_for_machines(
     site: Path, precision: Run, tmp_path: Path
 ) -> None:

@@ -74,13 +74,60 @@ def test_retry_after_is_obeyed_up_to_half_a_minute() -> None:
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.ReadTimeout("slow"),
+        httpx.Response(503, json={"detail": "busy"}),
+        httpx.Response(409, json={"code": "idempotency_in_progress"}),
+    ],
+)
+def test_a_creation_is_sent_again_under_one_key(answer: Answer) -> None:
+    site = Site(answer, answer, job("queued"))
+    site.client().optimize({"model": "m", "hardware": "h100"})
+    keys = {request.headers["Idempotency-Key"] for request in site.requests}
+    assert (len(site.requests), len(keys)) == (3, 1)
+    site.client().optimize({"model": "m", "hardware": "h100"})
+    assert site.requests[-1].headers["Idempotency-Key"] not in keys
+    site.client().retry("job_1", "mine")
+    assert site.requests[-1].headers["Idempotency-Key"] == '"mine"'
+
+
+@pytest.mark.parametrize(
     "answer", [httpx.ReadTimeout("slow"), httpx.Response(503, json={"detail": "busy"})]
 )
-def test_a_post_is_never_sent_twice(answer: Answer) -> None:
+def test_a_post_without_a_key_is_never_sent_twice(answer: Answer) -> None:
     site = Site(answer)
     with pytest.raises(ClientError):
-        site.client().optimize({"model": "m", "hardware": "h100"})
+        site.client().add_model("m", "/folder")
     assert len(site.requests) == 1
+
+
+def test_a_conflict_is_not_tried_again() -> None:
+    site = Site(httpx.Response(409, json={"code": "invalid_state"}))
+    with pytest.raises(ClientError):
+        site.client().retry("job_1")
+    assert len(site.requests) == 1
+
+
+def test_filters_become_parameters() -> None:
+    site = Site(httpx.Response(200, json={"data": []}))
+    site.client().jobs(status=["failed", "expired"], metadata={"t": "a"}, order="asc")
+    query = site.requests[0].url.params
+    assert query.get_list("status") == ["failed", "expired"]
+    assert (query["metadata[t]"], query["order"], query["limit"]) == ("a", "asc", "20")
+    assert "hardware" not in query
+
+
+def test_trials_are_read_to_the_last_page() -> None:
+    def page(cursor: str | None, *ids: str) -> httpx.Response:
+        data = [{"id": i} for i in ids]
+        more = cursor is not None
+        body = {"data": data, "has_more": more, "next_cursor": cursor}
+        return httpx.Response(200, json=body)
+
+    site = Site(page("c", "a", "b"), page(None, "d"))
+    assert [t["id"] for t in site.client().trials("job_1", "site")] == ["a", "b", "d"]
+    assert site.requests[1].url.params["after"] == "c"
 
 
 def test_the_problem_document_travels_with_the_error() -> None:
