@@ -32,7 +32,7 @@ from optimizer.stack import ModelShape
 
 if TYPE_CHECKING:  # the API starts without numpy
     from optimizer.estimate import Estimate
-    from optimizer.training import Training
+    from optimizer.training_memory import Training
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["estimate"])
 
@@ -169,7 +169,7 @@ def _unknown(name: str, registered: list[str]) -> Invalid:
 
 def _training(body: TrainingBody) -> "Training":
     from optimizer.advice import Scenario
-    from optimizer.training import Arithmetic, Checkpointing, Optimizer, Training
+    from optimizer.training_memory import Arithmetic, Checkpointing, Optimizer, Training
 
     for field, kind in (
         ("scenario", Scenario),

@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # the API starts without numpy
     from optimizer.estimate import Ask, Estimate, Priced
     from optimizer.ledger import Ledger
     from optimizer.limits import Limit
-    from optimizer.training import Training
+    from optimizer.training_memory import Training
 
 Json = dict[str, Any]
 
@@ -144,7 +144,7 @@ def _warnings(ask: "Ask") -> list[str]:
 
 def training(ask: "Ask", how: "Training", scenario: str) -> Json:
     """Return what training takes on each device, and what to train in."""
-    from optimizer.training import gain, training
+    from optimizer.training_memory import gain, training
 
     ledger = training(ask.model, how)
     saved = gain(ask.model, how)

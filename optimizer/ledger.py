@@ -2,7 +2,7 @@
 
 Bytes are counted, not measured: elements times their width, and the scales. What an
 allocator loses to fragments, a CUDA context and an engine's own buffers are not in it.
-This file has the rows of serving; `training` has those of training.
+This file has the rows of serving; `training_memory` has those of training.
 """
 
 import bisect

@@ -9,7 +9,7 @@ from optimizer.architectures import PUBLISHED
 from optimizer.configs import shape_of
 from optimizer.errors import SpecError
 from optimizer.stack import ModelShape
-from optimizer.training import (
+from optimizer.training_memory import (
     Arithmetic,
     Checkpointing,
     Optimizer,

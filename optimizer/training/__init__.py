@@ -1,0 +1,17 @@
+"""Precision of a training run: before it, during it and after it failed.
+
+What `__all__` lists can be imported from here; each name is loaded when it is asked
+for, so that reading a log does not load torch.
+"""
+
+from importlib import import_module
+
+_HOMES: dict[str, str] = {}  # public name -> module of this package
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
