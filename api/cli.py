@@ -236,7 +236,7 @@ def add_model(
     """Register the weights in FOLDER, which the service must see, under NAME."""
     with connect(url, key, data_dir) as client:
         model = client.add_model(name, str(folder.resolve()))
-    emit(model, as_json, lambda model: typer.echo(f"added {model['id']}"))
+    emit(model, as_json, lambda model: typer.echo(f"added {model['name']}"))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -174,7 +174,7 @@ def models(found: list[Json]) -> None:
         ("name", "architecture", "parameters", "MiB"),
         [
             (
-                model["id"],
+                model["name"],
                 model.get("architecture"),
                 model.get("parameters"),
                 f"{model.get('stored_bytes', 0) / 2**20:.1f}",

@@ -102,7 +102,7 @@ def _stack(row: dict[str, Any]) -> Trial:
     plain = ("per_token_s", "first_token_s", "bytes", "chosen")
     return Trial.model_validate(
         {
-            **{name: row.get(name) for name in plain},
+            **{name: row[name] for name in plain if name in row},
             "kind": "stack",
             "id": row["id"],
             "kl_nats": kl["value"],
