@@ -4,16 +4,25 @@ Commands talk to the service over HTTP (`options.py` says where it is); those of
 `operate.py` work on its data folder itself.
 """
 
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from api import console, estimate_cli, jobs_cli, keys_cli, lookup, measure, operate
+from api import (
+    console,
+    estimate_cli,
+    jobs_cli,
+    keys_cli,
+    lookup,
+    measure,
+    models_cli,
+    operate,
+    transfers,
+)
 from api.client import Client, ClientError
 from api.jobs_cli import JobId
 from api.operate import DataDir, OperateError
@@ -27,13 +36,13 @@ app = typer.Typer(
     name="precision",
     help="Find the Pareto-optimal numeric precision for every layer of a model.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-models = typer.Typer(no_args_is_help=True, help="The models that the service knows.")
 app.add_typer(jobs_cli.jobs, name="jobs")
-app.add_typer(models, name="models")
+app.add_typer(models_cli.models, name="models")
+app.add_typer(models_cli.datasets, name="datasets")
 app.add_typer(lookup.hardware, name="hardware")
 app.add_typer(keys_cli.keys, name="keys")
 app.add_typer(keys_cli.tenants, name="tenants")
@@ -113,12 +122,23 @@ def optimize(
         typer.Option(help="Of FP8 weights: nearest, or compensated (GPTQ, slower)."),
     ] = None,
     wait: Annotated[bool, typer.Option(help="Wait for the result.")] = True,
+    to: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for the report, the stack, the exports."),
+    ] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
     data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
-    """Find the precision of every layer of MODEL; exit 3 if the SLA is not met."""
+    """Find the precision of every layer of MODEL; exit 3 if the SLA is not met.
+
+    A folder that the service does not see is uploaded, and so is a file of --data.
+    """
+    if to is not None and not wait:
+        raise typer.BadParameter(
+            "what is waited for can be written", param_hint="--out"
+        )
     workload = {
         "batch_size": batch_size,
         "prompt_tokens": prompt_tokens,
@@ -127,7 +147,7 @@ def optimize(
     }
     with connect(url, key, data_dir) as client:
         ask = Ask(
-            model=str(Path(model).resolve()) if "/" in model else model,
+            model=model,
             hardware=hardware,
             per_token_s=None if sla is None else seconds(sla, "--sla"),
             first_token_s=None
@@ -138,22 +158,35 @@ def optimize(
             workload={k: n for k, n in workload.items() if n is not None},
             rounding=rounding,
         )
-        job = client.optimize(ask.body())
+        job = _created(client, ask, here=url is None)
         if wait:
             job = _follow(client, job, as_json)
+            if to is not None and job["status"] == "succeeded":
+                _written(to, [str(path) for path in _fetched(client, job["id"], to)])
             raise typer.Exit(_show_end(client, job, as_json))
     emit(job, as_json, lambda job: typer.echo(job["id"]))
+
+
+def _created(client: Client, ask: Ask, *, here: bool) -> dict[str, Any]:
+    """Create the job. A folder is sent unless the service, being `here`, sees it."""
+    if "/" not in ask.model and not Path(ask.model).is_dir():
+        return client.optimize(ask.body())
+    folder = Path(ask.model).expanduser().resolve()
+    if here:
+        try:
+            return client.optimize(replace(ask, model=str(folder)).body())
+        except ClientError as error:
+            if error.code != "model_folder_not_allowed" or not folder.is_dir():
+                raise
+    model = models_cli.send_model(client, folder)["name"]
+    return client.optimize(replace(ask, model=model).body())
 
 
 def _distribution(client: Client, name: str | None) -> str | None:
     """Return the name to send; a file of JSON lines is uploaded first."""
     if name is None or not name.endswith(".jsonl"):
         return name
-    path = Path(name)
-    if not path.is_file():
-        raise OperateError(f"no file {name}")
-    stem = re.sub(r"[^a-zA-Z0-9._-]+|^[._-]+", "-", path.stem).strip("-")[:63]
-    return str(client.add_dataset(stem or "uploaded", path.read_bytes())["id"])
+    return str(models_cli.send_dataset(client, Path(name))["name"])
 
 
 def _follow(client: Client, job: dict[str, Any], as_json: bool) -> dict[str, Any]:
@@ -211,32 +244,40 @@ def report(
         console.err.print(f"wrote {to}", soft_wrap=True)
 
 
-@models.command("list")
-def list_models(
+@app.command()
+def download(
+    job_id: JobId,
+    to: Annotated[Path, typer.Option("--out", help="Folder to write to.")],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="A file, or the start of names; may be repeated."),
+    ] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
     data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
-    """List the models that jobs may name."""
+    """Get the files of a job, digests checked; asked again, a cut one goes on."""
     with connect(url, key, data_dir) as client:
-        found = client.models()
-    emit(found, as_json, console.models)
+        found = _fetched(client, job_id, to, tuple(only or ("",)))
+    emit([str(path) for path in found], as_json, lambda paths: _written(to, paths))
 
 
-@models.command("add")
-def add_model(
-    name: Annotated[str, typer.Argument(help="The name that callers will use.")],
-    folder: Annotated[Path, typer.Argument(help="safetensors, config, tokenizer.")],
-    as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
-) -> None:
-    """Register the weights in FOLDER, which the service must see, under NAME."""
-    with connect(url, key, data_dir) as client:
-        model = client.add_model(name, str(folder.resolve()))
-    emit(model, as_json, lambda model: typer.echo(f"added {model['name']}"))
+def _fetched(
+    client: Client, job_id: str, to: Path, only: tuple[str, ...] = ("",)
+) -> list[Path]:
+    listed = client.artifacts(job_id)
+    wanted = [each for each in listed if each["name"].startswith(only)]
+    if not wanted:
+        names = ", ".join(each["name"] for each in listed) or "none"
+        raise OperateError(f"{job_id} has no such file; there are: {names}")
+    total = sum(each["bytes"] for each in wanted)
+    with console.live_bytes("fetching", total) as show:
+        return [transfers.download(client, job_id, each, to, show) for each in wanted]
+
+
+def _written(to: Path, paths: list[str]) -> None:
+    console.err.print(f"wrote {len(paths)} files to {to}", soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

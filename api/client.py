@@ -7,14 +7,21 @@
 Everything that goes wrong is a `ClientError` that carries the problem document.
 """
 
+import hashlib
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 from uuid import uuid4
 
 import httpx
+
+from api.client_errors import ClientError, no_api, problem_of
+
+__all__ = ["FINAL", "TRIES", "Client", "ClientError"]
 
 Json = dict[str, Any]
 
@@ -23,28 +30,6 @@ KEY = "Idempotency-Key"  # with it, sending again has no second effect
 RETRIED = frozenset({429, 502, 503, 504})  # the request was not served
 READING_S = 900.0  # the service reads gigabytes of weights before it answers
 TRIES = 5  # 0.2 + 0.4 + 0.8 + 1.6 = 3 s: longer than a supervised restart
-
-
-class ClientError(Exception):
-    """The service refused, or could not be reached.
-
-    `problem` is the RFC 9457 document; without an answer from the service it has
-    `code` "unreachable" and a `detail`.
-    """
-
-    def __init__(self, problem: Json) -> None:
-        super().__init__(problem.get("detail") or problem.get("title") or "error")
-        self.problem = problem
-
-    @property
-    def code(self) -> str:
-        """The stable name of what went wrong."""
-        return str(self.problem.get("code", "unknown"))
-
-    @property
-    def status(self) -> int | None:
-        """The HTTP status. None: the service did not answer."""
-        return self.problem.get("status")
 
 
 class Client:
@@ -187,16 +172,88 @@ class Client:
         path = _path("/v1/jobs", job_id, "report")
         return self._send("GET", path, headers={"Accept": "text/html"}).text
 
+    def artifacts(self, job_id: str) -> list[Json]:
+        """Return the files that a job left."""
+        return _rows(self._json("GET", _path("/v1/jobs", job_id, "artifacts")))
+
+    @contextmanager
+    def artifact(
+        self, job_id: str, name: str, start: int = 0, sha256: str | None = None
+    ) -> Iterator[httpx.Response]:
+        """Stream a file from byte `start` on, if it still has this sha256: 206, or 200.
+
+        Raises httpx.TransportError where it is cut; `transfers.download` goes on then.
+        """
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        if start and sha256:
+            headers["If-Range"] = f'"{sha256}"'
+        path = _path("/v1/jobs", job_id, "artifacts") + "/" + quote(name)
+        with self._http.stream("GET", path, headers=headers) as response:
+            if not response.is_success:
+                response.read()
+                raise ClientError(problem_of(response))
+            yield response
+
+    def pause(self, tries: int) -> None:
+        """Wait before another try: 0.1 s, and twice as long each time."""
+        self._sleep(0.1 * 2.0**tries)
+
+    # -- uploads: `kind` is models or datasets; see `api.transfers` --------------
+
+    def open_upload(self, kind: str, body: Json, key: str | None = None) -> Json:
+        """Open an upload of files in parts. The same key again: the same upload."""
+        return self._create(_path("/v1", kind), key, json=body)
+
+    def upload(self, kind: str, upload_id: str, wait_s: int = 0) -> Json:
+        """Return an upload with its missing parts, or what it has become."""
+        params = {"wait": wait_s} if wait_s else {}
+        path = _path("/v1", kind, upload_id)
+        return self._json("GET", path, params=params, timeout=READING_S)
+
+    def put_part(self, kind: str, upload_id: str, number: int, content: bytes) -> Json:
+        """Send part `number`, with its digest. Sending it again is harmless."""
+        digest = b64encode(hashlib.sha256(content).digest()).decode()
+        return self._json(
+            "PUT",
+            _path("/v1", kind, upload_id, "parts", str(number)),
+            content=content,
+            headers={"Content-Digest": f"sha-256=:{digest}:"},
+            timeout=READING_S,
+        )
+
+    def complete(self, kind: str, upload_id: str, sha256: Mapping[str, str]) -> Json:
+        """Make a model or dataset of the parts; its files must have these digests."""
+        files = [{"path": path, "sha256": value} for path, value in sha256.items()]
+        path = _path("/v1", kind, upload_id, "complete")
+        body = {"files": files} if files else {}
+        return self._json("POST", path, json=body, timeout=READING_S)
+
     # -- what there is ---------------------------------------------------------
 
     def models(self) -> list[Json]:
         """Return the registered models."""
         return _rows(self._json("GET", "/v1/models"))
 
+    def model(self, name: str) -> Json:
+        """Return a model, by name or id, with its files and tensors."""
+        return self._json("GET", _path("/v1/models", name))
+
     def add_model(self, name: str, path: str) -> Json:
         """Register the folder `path`, as the service sees it, under `name`."""
         body = {"name": name, "path": path}
         return self._json("POST", "/v1/models", json=body, timeout=READING_S)
+
+    def delete_model(self, name: str) -> None:
+        """Delete a model of yours, and the files that were uploaded for it."""
+        self._send("DELETE", _path("/v1/models", name))
+
+    def datasets(self) -> list[Json]:
+        """Return the datasets: those built in, and yours."""
+        return _rows(self._json("GET", "/v1/datasets", params={"limit": 100}))
+
+    def delete_dataset(self, name: str) -> None:
+        """Delete a dataset of yours."""
+        self._send("DELETE", _path("/v1/datasets", name))
 
     def hardware(self) -> list[Json]:
         """Return the devices that a request may name."""
@@ -262,10 +319,10 @@ class Client:
         try:
             return dict(response.json())
         except ValueError:
-            raise ClientError(_no_api(response)) from None
+            raise ClientError(no_api(response)) from None
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        safe = method in ("GET", "DELETE") or KEY in options.get("headers", {})
+        safe = method in ("GET", "PUT", "DELETE") or KEY in options.get("headers", {})
         tries = TRIES if safe else 1
         for attempt in range(1, tries + 1):
             last = attempt == tries
@@ -280,7 +337,7 @@ class Client:
                 break
             self._sleep(_retry_after_s(response, 0.1 * 2**attempt))
         if not response.is_success:
-            raise ClientError(_problem(response))
+            raise ClientError(problem_of(response))
         return response
 
     def _unreachable(self, error: httpx.TransportError) -> Json:
@@ -292,7 +349,7 @@ class Client:
 
 def _try_again(response: httpx.Response) -> bool:
     if response.status_code == 409:  # the first of two is being served
-        return str(_problem(response).get("code")) == "idempotency_in_progress"
+        return str(problem_of(response).get("code")) == "idempotency_in_progress"
     return response.status_code in RETRIED
 
 
@@ -304,25 +361,6 @@ def _path(*parts: str) -> str:
 
 def _rows(page: Json) -> list[Json]:
     return list(page["data"])
-
-
-def _problem(response: httpx.Response) -> Json:
-    try:
-        problem = response.json()
-    except ValueError:
-        return _no_api(response)
-    if not isinstance(problem, dict):
-        return _no_api(response)
-    return {"status": response.status_code, **problem}
-
-
-def _no_api(response: httpx.Response) -> Json:
-    return {
-        "title": "Not an answer of this API",
-        "status": response.status_code,
-        "code": "not_the_api",
-        "detail": f"{response.url} answered {response.status_code} without JSON",
-    }
 
 
 def _retry_after_s(response: httpx.Response, default_s: float) -> float:

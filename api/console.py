@@ -10,7 +10,14 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 Json = dict[str, Any]
@@ -42,6 +49,23 @@ def live_progress() -> Iterator[Show]:
             bar.update(task, description=_stage(job), completed=percent, eta=_eta(job))
 
         yield show
+
+
+@contextmanager
+def live_bytes(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Give a function that is told of more bytes; a bar of them on a terminal."""
+    if not err.is_terminal or err.is_dumb_terminal:
+        yield lambda more: None
+        return
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=None),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=err, expand=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda more: bar.advance(task, more)
 
 
 def _plain_progress() -> Show:
@@ -182,6 +206,25 @@ def models(found: list[Json]) -> None:
             for model in found
         ],
     )
+
+
+def model(found: Json) -> None:
+    """Print a model, and its files with their digests."""
+    facts = ("name", "id", "architecture", "parameters", "declared_dtype", "sha256")
+    rows(("", ""), [(fact, found.get(fact)) for fact in facts])
+    out.print()
+    files = found.get("files") or []
+    lines = [(f["path"], f"{f['bytes'] / 2**20:.1f}", f["sha256"][:16]) for f in files]
+    rows(("file", "MiB", "sha256"), lines)
+
+
+def datasets(found: list[Json]) -> None:
+    """Print a list of datasets."""
+    lines = [
+        (each["name"], each.get("samples"), "" if each["built_in"] else "yours")
+        for each in found
+    ]
+    rows(("name", "samples", ""), lines)
 
 
 def _name(value: Any) -> str:

@@ -170,7 +170,8 @@ def test_a_file_of_json_lines_is_uploaded_under_its_name(
     path.write_text("\n".join(lines))
     code, out, err = precision(*ASK, "--data", str(path), "--json")
     assert code == 0, err
-    assert json.loads(out)["request"]["data_distribution"] == "my-tickets"
+    sent = json.loads(out)["request"]["data_distribution"]
+    assert sent.startswith("my-tickets-")
 
 
 def test_an_unknown_name_is_refused_with_what_there_is(
@@ -268,6 +269,51 @@ def test_models_are_added_and_listed(site: Path, precision: Run) -> None:
     _, listed, _ = precision("models", "list")
     assert "qwen2-7b" in listed
     assert "LlamaForCausalLM" in listed
+
+
+def test_a_folder_that_the_service_does_not_see_is_sent_and_the_files_come_back(
+    site: Path, precision: Run, tmp_path: Path
+) -> None:
+    folder, out_folder = tiny_model(tmp_path / "my model"), tmp_path / "optimized"
+    lines = [json.dumps({"text": f"Line {i}: " + "words " * 60}) for i in range(64)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    ask = ("optimize", str(folder), "--data", str(tmp_path / "prompts.jsonl"))
+    more = ("--hardware", "h100", "--sla", "20ms", "--out", str(out_folder))
+    code, out, err = precision(*ask, *more, "--json")
+    assert code == 0, err
+    job = json.loads(out)
+    assert job["request"]["model"].startswith("my-model-")
+    assert job["request"]["data_distribution"].startswith("prompts-")
+    assert json.loads((out_folder / "report.json").read_text())["schema"]
+    code, out, _ = precision(*ask, *more, "--json")  # nothing is sent twice
+    assert (code, json.loads(out)["request"]["model"]) == (0, job["request"]["model"])
+    _, out, _ = precision("models", "list", "--json")
+    assert [m["name"] for m in json.loads(out) if m["uploaded"]] == [
+        job["request"]["model"]
+    ]
+    again = ("download", job["id"], "--out", str(tmp_path / "again"), "--only")
+    code, out, _ = precision(*again, "report.html", "--json")
+    assert json.loads(out) == [str(tmp_path / "again" / "report.html")]
+    code, _, err = precision(*again, "nothing")
+    assert (code, "report.json" in err) == (1, True)
+
+
+def test_models_and_datasets_are_sent_shown_and_deleted(
+    site: Path, precision: Run, tmp_path: Path
+) -> None:
+    folder, file = tiny_model(tmp_path / "mine"), tmp_path / "lines.jsonl"
+    file.write_text("\n".join(json.dumps({"text": f"{i} " * 80}) for i in range(64)))
+    code, out, err = precision("models", "add", "mine", str(folder), "--upload")
+    assert (code, out) == (0, "added mine\n"), err
+    _, shown, _ = precision("models", "show", "mine")
+    assert "model.safetensors" in shown
+    code, out, err = precision("datasets", "add", "tickets", str(file))
+    assert (code, out) == (0, "added tickets\n"), err
+    assert "tickets" in precision("datasets", "list")[1]
+    for noun, name in (("models", "mine"), ("datasets", "tickets")):
+        assert precision(noun, "delete", name)[0] == 0
+        _, out, _ = precision(noun, "list", "--json")
+        assert name not in [row["name"] for row in json.loads(out)]
 
 
 def test_a_folder_that_is_refused_is_named(
