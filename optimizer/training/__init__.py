@@ -6,7 +6,12 @@ for, so that reading a log does not load torch.
 
 from importlib import import_module
 
-_HOMES: dict[str, str] = {}  # public name -> module of this package
+_HOMES = {  # public name -> module of this package
+    "Alarm": "health",
+    "HealthMonitor": "monitor",
+    "Metric": "health",
+    "Thresholds": "health",
+}
 
 __all__ = sorted(_HOMES)
 
