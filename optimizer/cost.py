@@ -140,6 +140,21 @@ def site_cost(
     return _site_cost(alike, choice, device, workload, frame(model), known)
 
 
+def decoded(
+    shape: SiteShape,
+    choice: Choice,
+    device: Device,
+    workload: Workload,
+    model: ModelShape,
+    *,
+    tables: Tables | None = None,
+) -> Timed:
+    """Return the seconds of a decode step alone, as `site_cost` has them."""
+    known = tables or kernels.tables(device.id)
+    alike = replace(shape, site=Site(0, shape.site.component))
+    return _decoded(alike, choice, device, workload, frame(model), known)
+
+
 @lru_cache(maxsize=1 << 15)
 def _site_cost(
     shape: SiteShape,
@@ -149,35 +164,59 @@ def _site_cost(
     within: Frame,
     tables: Tables | None,
 ) -> SiteCost:
-    whole, shape = shape, share(shape, workload.tensor_parallel)
-    prefill, decode = steps(workload)
-    prefill = replace(prefill, every_row=within.every_row)
-    if shape.site.component not in ATTENTION:
-        decode = decode[:1]  # its time does not depend on the context
-
-    def on(step: Step) -> Timed:
-        found = timed(shape, choice, device, step, within, tables)
-        if not workload.cuda_graphs:
-            launched = launches(shape, choice, within.hidden) * HOST_S
-            found = replace(found, seconds=max(found.seconds, launched))
-        size = _exchanged(whole, step, within)
-        if workload.tensor_parallel > 1 and size:
-            added = _all_reduce_s(workload.tensor_parallel, size, device, tables)
-            found = replace(found, seconds=found.seconds + added)
-        return found
-
-    first, each = on(prefill), _mean([on(step) for step in decode])
-    row = whole.k or within.hidden
+    prefill = replace(steps(workload)[0], every_row=within.every_row)
+    first = _on(prefill, shape, choice, device, workload, within, tables)
+    each = _decoded(shape, choice, device, workload, within, tables)
+    row = shape.k or within.hidden
     return SiteCost(
         per_token_s=each.seconds,
         first_token_s=first.seconds,
-        weight_bytes=held_bytes(whole.weight_elements, row, stored(choice)),
-        kv_bytes=_kv_bytes(whole, choice, workload),
+        weight_bytes=held_bytes(shape.weight_elements, row, stored(choice)),
+        kv_bytes=_kv_bytes(shape, choice, workload),
         basis=each.basis,
         error=each.error,
         first_basis=first.basis,
         first_error=first.error,
     )
+
+
+@lru_cache(maxsize=1 << 15)
+def _decoded(
+    shape: SiteShape,
+    choice: Choice,
+    device: Device,
+    workload: Workload,
+    within: Frame,
+    tables: Tables | None,
+) -> Timed:
+    _, decode = steps(workload)
+    if shape.site.component not in ATTENTION:
+        decode = decode[:1]  # its time does not depend on the context
+    return _mean(
+        [_on(s, shape, choice, device, workload, within, tables) for s in decode]
+    )
+
+
+def _on(
+    step: Step,
+    whole: SiteShape,
+    choice: Choice,
+    device: Device,
+    workload: Workload,
+    within: Frame,
+    tables: Tables | None,
+) -> Timed:
+    """Return the seconds of one GPU's share in a step, and of what GPUs exchange."""
+    shape = share(whole, workload.tensor_parallel)
+    found = timed(shape, choice, device, step, within, tables)
+    if not workload.cuda_graphs:
+        launched = launches(shape, choice, within.hidden) * HOST_S
+        found = replace(found, seconds=max(found.seconds, launched))
+    size = _exchanged(whole, step, within)
+    if workload.tensor_parallel > 1 and size:
+        added = _all_reduce_s(workload.tensor_parallel, size, device, tables)
+        found = replace(found, seconds=found.seconds + added)
+    return found
 
 
 def _exchanged(shape: SiteShape, step: Step, within: Frame) -> int:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from optimizer.errors import HardwareError
 from optimizer.hardware import Device
 from optimizer.kernels import Tables, of_engine
-from optimizer.latencies import Latency, latency
+from optimizer.latencies import Latency, latency, per_token_s
 from optimizer.ledger import Kinds, Ledger, Served, kinds, served
 from optimizer.limits import Limit, limits
 from optimizer.spec import SWEPT_FORMATS, LatencySla, Workload
@@ -184,9 +184,9 @@ def _meets(cost: Latency, sla: LatencySla) -> bool:
 def _at(batch: int, stacks: Sequence[_Running], ask: Ask) -> AtBatch:
     workload = replace(ask.workload, batch_size=batch)
     found = {
-        r.uniform.name: latency(
+        r.uniform.name: per_token_s(
             r.kinds, ask.model, ask.device, workload, ask.tables
-        ).per_token_s
+        )
         for r in stacks
     }
     return AtBatch(batch, MappingProxyType(found))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from optimizer.cost import site_cost
+from optimizer.cost import decoded, site_cost
 from optimizer.hardware import Device
 from optimizer.kernels import Basis, Tables
 from optimizer.ledger import Kinds
@@ -56,6 +56,20 @@ def latency(
     return Latency(
         _sum([(n * c.per_token_s, c.basis, c.error) for n, c in found]),
         _sum([(n * c.first_token_s, c.first_basis, c.first_error) for n, c in found]),
+    )
+
+
+def per_token_s(
+    alike: Kinds,
+    model: ModelShape,
+    device: Device,
+    workload: Workload,
+    tables: Tables | None = None,
+) -> float:
+    """Return the seconds of a decode step alone: half of the work of `latency`."""
+    return math.fsum(
+        count * decoded(shape, choice, device, workload, model, tables=tables).seconds
+        for (shape, choice), count in alike.items()
     )
 
 

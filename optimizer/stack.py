@@ -194,8 +194,10 @@ class ModelShape:
     @property
     def every_row(self) -> bool:
         """Whether the head answers at every position: an encoder attends, uncached."""
-        found = {s.site.component for s in self.sites}
-        return Component.ATTN_SCORES in found and Component.KV_CACHE not in found
+        return not self._any(Component.KV_CACHE) and self._any(Component.ATTN_SCORES)
+
+    def _any(self, component: Component) -> bool:
+        return any(s.site.component is component for s in self.sites)
 
 
 @dataclass(frozen=True, slots=True)

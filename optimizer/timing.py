@@ -146,7 +146,8 @@ class _Case:
 
     def named(self, name: str) -> "_Case":
         """Return the case with another choice."""
-        return replace(self, choice=choice_named(self.shape.site.component, name))
+        choice = choice_named(self.shape.site.component, name)
+        return self if choice is self.choice else replace(self, choice=choice)
 
 
 # Matrices
@@ -304,6 +305,8 @@ def _products_s(case: _Case) -> float:
 
 
 def _part(case: _Case, component: Component) -> _Case:
+    if case.shape.site.component is component:
+        return case
     site = Site(case.shape.site.layer, component)
     return replace(case, shape=replace(case.shape, site=site))
 
