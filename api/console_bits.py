@@ -9,7 +9,7 @@ Json = dict[str, Any]
 
 def every(found: list[Json]) -> None:
     """Print one number in many formats."""
-    title = ("format", "bits", "stored", "relative error")
+    title = ("format", "bits", "stored", "rel. error")
     rows(title, [_line(one) for one in found])
 
 
@@ -38,8 +38,8 @@ def one(found: Json) -> None:
         facts["below"] = _neighbor(found["below"])
         facts["above"] = _neighbor(found["above"])
     if found["binades_to_overflow"] is not None:
-        facts["overflow"] = f"{found['binades_to_overflow']:.1f} binades away"
-        facts["underflow"] = f"{found['binades_to_underflow']:.1f} binades away"
+        facts["overflow"] = f"{found['binades_to_overflow']:.4g} binades away"
+        facts["underflow"] = f"{found['binades_to_underflow']:.4g} binades away"
     if found["overflows"]:
         facts["overflow"] = "beyond the largest number, saturated"
     if found["flushed"]:

@@ -12,7 +12,7 @@ from optimizer import bits
 from optimizer.abilities import FORMATS as NAMED
 from optimizer.bits import Kind
 from optimizer.errors import SpecError
-from optimizer.formats import FORMATS, Format
+from optimizer.formats import KNOWN, Format
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["catalog"])
 
@@ -21,7 +21,8 @@ class FormatView(BaseModel):
     """A number format. `searchable`: a request may name it in `search.formats`.
 
     An integer is in two's complement and has no normal numbers; its `max` is that
-    of the symmetric range.
+    of the symmetric range. What is not `signed` has no zero either: e8m0, the scales
+    of blocks.
     """
 
     id: str
@@ -38,6 +39,7 @@ class FormatView(BaseModel):
     has_nan: bool
     has_negative_zero: bool
     integer: bool
+    signed: bool
     searchable: bool
     links: dict[str, str]
 
@@ -52,7 +54,7 @@ class FormatList(BaseModel):
 
 
 class BitsView(BaseModel):
-    """The bits of a code by field. An integer has no exponent."""
+    """The bits of a code by field. An integer has no exponent, e8m0 nothing else."""
 
     sign: str
     exponent: str
@@ -90,7 +92,7 @@ class InspectionView(BaseModel):
 @router.get("/formats")
 def list_formats(caller: Caller) -> FormatList:
     """List the number formats; those that are `searchable` may be asked for."""
-    return FormatList(data=[_view(found) for found in FORMATS.values()])
+    return FormatList(data=[_view(found) for found in KNOWN.values()])
 
 
 @router.get("/formats/{name}")
@@ -139,6 +141,7 @@ def _view(found: Format) -> FormatView:
         has_nan=bits.has_nan(found),
         has_negative_zero=found.has_negative_zero,
         integer=found.integer,
+        signed=found.signed,
         searchable=found.name in NAMED,
         links={
             "self": f"/v1/formats/{found.name}",

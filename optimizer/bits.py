@@ -23,7 +23,7 @@ from fractions import Fraction
 from typing import Any
 
 from optimizer.errors import SpecError
-from optimizer.formats import FORMATS, Format
+from optimizer.formats import KNOWN, Format
 from optimizer.reference import decode, encode, round_to
 
 LONGEST = 64  # characters of a number: more digits than any format tells apart
@@ -48,8 +48,8 @@ class Inspection:
     """A number in a format. Errors are `stored - asked`; None: they have no meaning.
 
     `fields` are sign, exponent and fraction in binary; of an integer, which is in
-    two's complement, the fraction is all but the first bit. `exponent` is that of
-    the binade. `overflows`: the number lies beyond the largest one by half an ulp or
+    two's complement, the fraction is all but the first bit; e8m0 is all exponent.
+    `exponent` is that of the binade. `overflows`: the number lies beyond the largest one by half an ulp or
     more, so it saturates. `flushed`: it is not zero and its code is.
     """
 
@@ -112,11 +112,11 @@ class Inspection:
 
 def format_named(name: str) -> Format:
     """Return the format. Raises SpecError with the closest names and all of them."""
-    if name in FORMATS:
-        return FORMATS[name]
-    close = difflib.get_close_matches(name[:LONGEST].lower(), FORMATS, n=3, cutoff=0.5)
+    if name in KNOWN:
+        return KNOWN[name]
+    close = difflib.get_close_matches(name[:LONGEST].lower(), KNOWN, n=3, cutoff=0.5)
     meant = f"did you mean {' or '.join(close)}? " if close else ""
-    known = ", ".join(FORMATS)
+    known = ", ".join(KNOWN)
     raise SpecError(f"no format {name[:LONGEST]!r}; {meant}there are: {known}")
 
 
@@ -130,8 +130,13 @@ def has_nan(fmt: Format) -> bool:
 
 
 def inspect(fmt: Format, text: str) -> Inspection:
-    """Look at the number that `text` writes. Raises SpecError where it is none."""
+    """Look at the number that `text` writes.
+
+    Raises SpecError where it is none, and where the format has no code for it.
+    """
     exact = _read(text)
+    if not _has_code(fmt, exact):
+        raise SpecError(f"{fmt.name} has no code for {_lacked(exact)}")
     if isinstance(exact, float):
         return _special(fmt, text, exact)
     asked = -0.0 if exact == 0 and "-" in text else float(exact)
@@ -162,8 +167,17 @@ def inspect(fmt: Format, text: str) -> Inspection:
 def inspect_everywhere(text: str) -> list[Inspection]:
     """Look at a number in every format that has a code for it. Raises SpecError."""
     number = _read(text)
-    nan = isinstance(number, float) and math.isnan(number)
-    return [inspect(f, text) for f in FORMATS.values() if has_nan(f) or not nan]
+    return [inspect(f, text) for f in KNOWN.values() if _has_code(f, number)]
+
+
+def _has_code(fmt: Format, number: Fraction | float) -> bool:
+    if math.isnan(number):
+        return has_nan(fmt)
+    return fmt.signed or number > 0
+
+
+def _lacked(number: Fraction | float) -> str:
+    return "NaN" if math.isnan(number) else "zero or for a negative number"
 
 
 def _read(text: str) -> Fraction | float:
@@ -181,9 +195,7 @@ def _read(text: str) -> Fraction | float:
 
 
 def _special(fmt: Format, text: str, asked: float) -> Inspection:
-    """Inf saturates where the format has none. Raises SpecError where NaN has no code."""
-    if math.isnan(asked) and not has_nan(fmt):
-        raise SpecError(f"{fmt.name} has no code for NaN")
+    """Inf saturates where the format has none."""
     has_code = math.isnan(asked) or fmt.has_inf
     code = (
         _infinite(fmt, asked) if math.isinf(asked) and has_code else encode(fmt, asked)
@@ -234,12 +246,14 @@ def _neighbors(fmt: Format, code: int) -> Iterator[float]:
 def _next(fmt: Format, code: int, down: bool) -> float | None:
     """Return the next number of the format, skipping a second zero. None: no more."""
     value = decode(fmt, code)
+    if not fmt.signed and down and code == 0:
+        return None
     if value == 0:
         return -fmt.smallest_subnormal if down else fmt.smallest_subnormal
     outward = (value < 0) == down
     if outward and abs(value) == fmt.max:
         return None
-    if not outward and abs(value) == fmt.smallest_subnormal:
+    if fmt.signed and not outward and abs(value) == fmt.smallest_subnormal:
         return 0.0
     if fmt.integer:
         return value - 1 if down else value + 1
@@ -249,8 +263,8 @@ def _next(fmt: Format, code: int, down: bool) -> float | None:
 def fields(fmt: Format, code: int) -> tuple[str, str, str]:
     """Return sign, exponent and fraction, in binary."""
     digits = f"{code:0{fmt.bits}b}"
-    end = 1 + fmt.exponent_bits
-    return digits[0], digits[1:end], digits[end:]
+    end = fmt.signed + fmt.exponent_bits
+    return digits[: fmt.signed], digits[fmt.signed : end], digits[end:]
 
 
 def kind(fmt: Format, code: int) -> Kind:

@@ -3,7 +3,8 @@
 OCP 8-bit Floating Point Specification 1.0 for E4M3 and E5M2; OCP Microscaling
 Formats 1.0 for the 6- and 4-bit ones; IEEE 754 for fp16 and fp32. An integer is a
 format without exponent bits, all of whose numbers are subnormals one apart; its
-largest number is that of the symmetric range, 127 or 7.
+largest number is that of the symmetric range, 127 or 7. E8M0 holds the scales of MX
+blocks and no tensors: powers of two, with neither sign nor zero.
 """
 
 import json
@@ -25,16 +26,17 @@ class Format:
     has_inf: bool
     has_negative_zero: bool
     integer: bool = False  # two's complement
+    signed: bool = True
 
     @property
     def bits(self) -> int:
         """Storage width, sign included."""
-        return 1 + self.exponent_bits + self.mantissa_bits
+        return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal number."""
-        return 1 - self.bias
+        """Exponent of the smallest normal number: of code 0 where that is none."""
+        return self.signed - self.bias
 
     @property
     def smallest_normal(self) -> float:
@@ -71,28 +73,33 @@ def _integer(name: str, row: dict[str, Any]) -> Format:
     )
 
 
+def _float(name: str, row: dict[str, Any]) -> Format:
+    return Format(
+        name=name,
+        exponent_bits=row["exponent_bits"],
+        mantissa_bits=row["mantissa_bits"],
+        bias=row["bias"],
+        max=row["max_finite"],
+        has_inf=row["has_inf"],
+        has_negative_zero=row["has_negative_zero"],
+        signed=row["bits"] > row["exponent_bits"] + row["mantissa_bits"],
+    )
+
+
 def _read() -> dict[str, Format]:
     text = files("optimizer").joinpath("data/formats.json").read_text("utf-8")
     rows: dict[str, dict[str, Any]] = json.loads(text)["formats"]
-    floats = {k: r for k, r in rows.items() if r["mantissa_bits"]}  # no e8m0
-    integers = {k: _integer(k, r) for k, r in rows.items() if k.startswith("int")}
     return {
-        name: Format(
-            name=name,
-            exponent_bits=row["exponent_bits"],
-            mantissa_bits=row["mantissa_bits"],
-            bias=row["bias"],
-            max=row["max_finite"],
-            has_inf=row["has_inf"],
-            has_negative_zero=row["has_negative_zero"],
-        )
-        for name, row in floats.items()
-    } | integers
+        name: _integer(name, row) if name.startswith("int") else _float(name, row)
+        for name, row in rows.items()
+    }
 
 
-FORMATS = MappingProxyType(_read())
+KNOWN = MappingProxyType(_read())  # every format that may be looked at
+FORMATS = MappingProxyType({k: f for k, f in KNOWN.items() if f.signed})  # of tensors
 FP32 = FORMATS["fp32"]
 BF16 = FORMATS["bf16"]
 FP16 = FORMATS["fp16"]
 E4M3 = FORMATS["fp8_e4m3"]
 E5M2 = FORMATS["fp8_e5m2"]
+E8M0 = KNOWN["e8m0"]

@@ -20,10 +20,12 @@ def round_to(fmt: Format, x: float) -> float:
     """Round `x` to the nearest number of `fmt`: ties to even, overflow saturates.
 
     NaN stays NaN; a negative that rounds to zero keeps its sign, except in formats
-    without a negative zero.
+    without a negative zero. Raises ValueError as `encode_e8m0` does.
     """
     if math.isnan(x):
         return x
+    if not fmt.signed:
+        return decode_e8m0(encode_e8m0(x))
     clipped = min(abs(x), fmt.max)
     ulp = math.ldexp(1.0, _exponent(fmt, clipped) - fmt.mantissa_bits)
     rounded = round(clipped / ulp) * ulp  # Python's round() sends ties to even
@@ -35,8 +37,11 @@ def round_to(fmt: Format, x: float) -> float:
 def encode(fmt: Format, x: float) -> int:
     """Return the code (bit pattern) of `x` rounded to `fmt`.
 
-    Raises ValueError for NaN where the format has no code for it (6 and 4 bits).
+    Raises ValueError for NaN where the format has no code for it (6 and 4 bits), and
+    as `encode_e8m0` does.
     """
+    if not fmt.signed:
+        return encode_e8m0(x)
     if math.isnan(x):
         return _nan_code(fmt)
     rounded = round_to(fmt, x)
@@ -51,6 +56,8 @@ def encode(fmt: Format, x: float) -> int:
 
 def decode(fmt: Format, code: int) -> float:
     """Return the number that `code` stands for: finite, inf or NaN."""
+    if not fmt.signed:
+        return decode_e8m0(code)
     if fmt.integer:
         return float(code - (1 << fmt.bits if code & _sign_bit(fmt) else 0))
     sign = -1.0 if code & _sign_bit(fmt) else 1.0
@@ -90,6 +97,22 @@ def _nan_code(fmt: Format) -> int:
 def decode_e8m0(code: int) -> float:
     """Return the power of two that an MX scale byte stands for; 255 is NaN."""
     return math.nan if code == 0xFF else 2.0 ** (code - 127)
+
+
+def encode_e8m0(x: float) -> int:
+    """Return the scale byte of the power of two nearest to `x`, the larger of two.
+
+    Raises ValueError for what is not above zero: there is no code for it.
+    """
+    if math.isnan(x):
+        return 0xFF
+    if x <= 0:
+        raise ValueError("e8m0 has no code for zero or for a negative number")
+    if math.isinf(x):
+        return 0xFE
+    fraction, exponent = math.frexp(x)  # x = fraction · 2^exponent, from 0.5 below 1
+    nearest = exponent if fraction >= 0.75 else exponent - 1
+    return min(max(nearest + 127, 0), 0xFE)
 
 
 def e8m0_floor_scale(amax: float, fmt: Format) -> float:

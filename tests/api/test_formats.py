@@ -6,13 +6,13 @@ import pytest
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from optimizer.formats import FORMATS
+from optimizer.formats import FORMATS, KNOWN
 from tests.api.conftest import Refused
 
 
 def test_formats_say_which_may_be_asked_for(client: TestClient) -> None:
     listed = client.get("/v1/formats").json()["data"]
-    assert [f["id"] for f in listed] == list(FORMATS)
+    assert [f["id"] for f in listed] == list(KNOWN)
     searchable = {f["id"] for f in listed if f["searchable"]}
     usual = {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"}
     assert searchable == usual | {"fp6_e3m2", "fp4_e2m1", "int8", "int4"}  # on request
@@ -29,6 +29,9 @@ def test_a_format_has_its_constants(client: TestClient) -> None:
     int8 = client.get("/v1/formats/int8").json()
     assert (int8["integer"], int8["smallest_normal"], int8["eps"]) == (True, None, None)
     assert (int8["max"], int8["has_nan"]) == (127.0, False)
+    e8m0 = client.get("/v1/formats/e8m0").json()
+    assert (e8m0["bits"], e8m0["signed"], e8m0["searchable"]) == (8, False, False)
+    assert (e8m0["smallest_normal"], e8m0["max"]) == (2**-127, 2.0**127)
 
 
 def test_a_number_is_looked_at(client: TestClient) -> None:
@@ -75,6 +78,7 @@ def test_an_unknown_format_is_not_found(
         ("bf16", "?value=", "at least 1 character"),
         ("bf16", "", "required"),
         ("int4", "?value=nan", "int4 has no code for NaN"),
+        ("e8m0", "?value=0", "e8m0 has no code for zero or for a negative number"),
     ],
 )
 def test_a_value_that_is_none_is_named(

@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from optimizer.formats import FORMATS, Format
+from optimizer.formats import FORMATS, KNOWN, Format
 from optimizer.quantize import amax, scale_from_amax
 from optimizer.reference import decode, round_to
 from optimizer.stack import Granularity
@@ -21,8 +21,9 @@ ORACLES: dict[str, type] = {
     "fp6_e3m2": ml_dtypes.float6_e3m2fn,
     "fp6_e2m3": ml_dtypes.float6_e2m3fn,
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
 }
-NARROW = [FORMATS[name] for name in ORACLES]
+NARROW = [FORMATS[name] for name in ORACLES if KNOWN[name].signed]
 EIGHT_BITS = [fmt for fmt in NARROW if fmt.bits == 8]
 
 

@@ -14,10 +14,20 @@ from hypothesis import given, strategies as st
 from optimizer import bits
 from optimizer.bits import Kind, format_named, has_nan, inspect, inspect_everywhere
 from optimizer.errors import SpecError
-from optimizer.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, Format
+from optimizer.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    FP16,
+    FP32,
+    KNOWN,
+    Format,
+)
 from tests.optimizer.numbers import NARROW, ORACLES
 
-EIGHT_OR_FEWER = [fmt for fmt in NARROW if fmt.bits <= 8]
+EIGHT_OR_FEWER = [fmt for fmt in [*NARROW, E8M0] if fmt.bits <= 8]
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 every_narrow = pytest.mark.parametrize("fmt", EIGHT_OR_FEWER, ids=lambda f: f.name)
 
@@ -40,11 +50,12 @@ def test_every_code_is_found_with_its_fields(fmt: Format) -> None:
         assert (found.code, found.stored) == (code, value)
         assert int("".join(found.fields), 2) == code
         assert [len(f) for f in found.fields] == [
-            1,
+            fmt.signed,
             fmt.exponent_bits,
             fmt.mantissa_bits,
         ]
-        assert found.absolute_error == 0
+        # What Python writes of 2⁻¹²⁷ is nearest among binary64 only.
+        assert abs(found.absolute_error) <= 2**-53 * abs(value) * (fmt is E8M0)
         assert not found.overflows
         assert not found.flushed
         small = abs(value) < fmt.smallest_normal
@@ -172,10 +183,41 @@ def test_nan_is_a_code_or_is_refused(fmt: Format) -> None:
 
 
 def test_a_number_in_every_format() -> None:
-    assert [one.format.name for one in inspect_everywhere("0.1")] == list(FORMATS)
+    assert [one.format.name for one in inspect_everywhere("0.1")] == list(KNOWN)
+    for below in ("0", "-0.1"):
+        found = [one.format.name for one in inspect_everywhere(below)]
+        assert found == list(FORMATS)
     with_nan = [one.format for one in inspect_everywhere("nan")]
-    assert with_nan == [fmt for fmt in FORMATS.values() if has_nan(fmt)]
-    assert len(with_nan) == 8  # 6 and 4 bits and integers have none
+    assert with_nan == [fmt for fmt in KNOWN.values() if has_nan(fmt)]
+    assert len(with_nan) == 9  # 6 and 4 bits and integers have none
+
+
+def test_scale_bytes_are_powers_of_two_as_ml_dtypes_rounds_them() -> None:
+    # Not 2⁻¹²⁷, a subnormal in float32: what lies under its tie is rounded up there.
+    powers = np.float32(2) ** np.arange(-126, 127, dtype=np.float32)
+    between = np.float32(1.5) * powers
+    up, down = np.float32(np.inf), np.float32(0)  # it goes through float32 itself
+    near = [powers, np.nextafter(between, down), np.nextafter(between, up)]
+    texts = [repr(value) for value in np.concatenate(near).tolist()]
+    # Ties, written exactly, go to the larger: 1 is odd, 2 is even.
+    texts += [str(Decimal(tie)) for tie in between[80:].tolist()]
+    for text in texts:
+        want = np.array([float(text)]).astype(ORACLES["e8m0"])
+        found = inspect(E8M0, text)
+        assert found.code == want.view(np.uint8)[0]
+        assert found.stored == float(want[0])
+        assert found.fields == ("", f"{found.code:08b}", "")
+    beyond, tiny = inspect(E8M0, "1e300"), inspect(E8M0, "1e-300")
+    assert (beyond.code, beyond.overflows, beyond.above) == (0xFE, True, None)
+    assert (tiny.code, tiny.flushed, tiny.below) == (0, False, None)
+    assert inspect(E8M0, "nan").code == 0xFF
+    assert inspect(E8M0, "inf").code == 0xFE
+
+
+@pytest.mark.parametrize("text", ["0", "-0.0", "-1", "-inf"])
+def test_a_scale_is_above_zero(text: str) -> None:
+    with pytest.raises(SpecError, match="e8m0 has no code for zero or for a negative"):
+        inspect(E8M0, text)
 
 
 @every_format
