@@ -11,7 +11,7 @@ from fastapi.security import HTTPBearer
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api import auth, db, rates, scopes
+from api import auth, db, page_session, rates, scopes
 from api.callers import Proof, verified
 from api.errors import InsufficientScope, Unauthenticated
 from api.rates import Left, Policy, Rates
@@ -27,8 +27,8 @@ async def authenticate(
     Raises Unauthenticated, RateLimited or InsufficientScope.
     """
     operation = request.scope["route"].name
-    caller = await _known(request)
-    await _count(request, caller, operation)
+    caller = await known(request)
+    await count(request, caller, operation)
     required = scopes.needed(operation)
     if required is not None and required not in caller.scopes:
         raise InsufficientScope(required)
@@ -44,11 +44,12 @@ def who(caller: auth.Caller) -> str:
     return f"{caller.tenant_id}:{caller.actor}"
 
 
-async def _known(request: Request) -> auth.Caller:
+async def known(request: Request) -> auth.Caller:
+    """Say who is calling. Raises Unauthenticated, RateLimited or CrossSite."""
     counts: Rates = request.app.state.rates
     where = rates.network(request.client.host if request.client else "")
     try:
-        token = auth.token_in(request.headers.get("authorization"))
+        token = _shown(request)
         caller = verified.get(token)
         if caller is not None:
             return caller
@@ -60,7 +61,8 @@ async def _known(request: Request) -> auth.Caller:
         raise
 
 
-async def _count(request: Request, caller: auth.Caller, operation: str) -> None:
+async def count(request: Request, caller: auth.Caller, operation: str) -> None:
+    """Count a request. Raises RateLimited where it is one too many."""
     counts: Rates = request.app.state.rates
     spent = await _take(request, counts.default, who(caller))
     rates.require(spent)
@@ -84,10 +86,28 @@ def _told(request: Request, left: Left | None) -> Left | None:
     return left
 
 
+def _shown(request: Request) -> str:
+    """Return what the request shows: the header, or else the cookie of a page."""
+    header = request.headers.get("authorization")
+    if header is None and (cookie := page_session.shown(request)) is not None:
+        return cookie
+    token = auth.token_in(header)
+    if token.startswith(page_session.PREFIX):  # of a browser, and only as its cookie
+        raise Unauthenticated()
+    return token
+
+
 def _prove(token: str) -> auth.Caller:
-    proof = _prove_key(token) if token.startswith("po_") else _prove_token(token)
+    proof = prove(token)
     verified.put(token, proof)
     return proof.caller
+
+
+def prove(token: str) -> Proof:
+    """Return who shows a key, a portal's token or a session. Raises Unauthenticated."""
+    if token.startswith(page_session.PREFIX):
+        return page_session.prove(token)
+    return _prove_key(token) if token.startswith("po_") else _prove_token(token)
 
 
 def _prove_token(token: str) -> Proof:

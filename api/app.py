@@ -20,6 +20,9 @@ from api import (
     key_routes,
     listings,
     openapi,
+    pages,
+    pages_catalog,
+    pages_jobs,
     problems,
     results,
     routes,
@@ -90,6 +93,9 @@ def create_app() -> FastAPI:
         health,
     ):
         app.include_router(part.router)
+    for page_part in (pages, pages_jobs, pages_catalog):
+        app.include_router(page_part.router)
+    app.include_router(pages.last)
     webhook_docs.install(app)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     return app

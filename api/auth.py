@@ -97,9 +97,15 @@ def prove(session: Session, key: str) -> Proof:
     same = hmac.compare_digest(stored, _sha256(match[0]))  # a miss takes as long
     if row is None or not same or not is_live(row):
         raise Unauthenticated()
-    held = scopes.expand(row.scopes)
-    caller = Caller(row.tenant_id, row.kid, row.kind, held)
-    return Proof(caller, row.expires_at, _is_stale(row.last_used_at))
+    return _proof(row)
+
+
+def prove_id(session: Session, kid: str) -> Proof:
+    """Return who a key stands for that was shown before. Raises Unauthenticated."""
+    row = session.get(ApiKey, kid)
+    if row is None or not is_live(row):
+        raise Unauthenticated()
+    return _proof(row)
 
 
 def touch(session: Session, caller: Caller) -> None:
@@ -275,6 +281,12 @@ def _sealed(text: str) -> str:
 
 def _sha256(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _proof(row: ApiKey) -> Proof:
+    held = scopes.expand(row.scopes)
+    caller = Caller(row.tenant_id, row.kid, row.kind, held)
+    return Proof(caller, row.expires_at, _is_stale(row.last_used_at))
 
 
 def _is_stale(used_at: datetime | None) -> bool:

@@ -8,6 +8,7 @@
   * Unauthenticated       401  unauthenticated
   * InsufficientScope     403  insufficient_scope
   * UnknownTenant         403  unknown_tenant
+  * CrossSite             403  cross_site_request
   * NotFound              404  not_found
   * NotAcceptable         406  not_acceptable
   * NotFinal              409  not_final
@@ -139,6 +140,14 @@ class UnknownTenant(APIError):
     status = 403
     code = "unknown_tenant"
     title = "No such tenant"
+
+
+class CrossSite(APIError):
+    """A browser's session would change something, and no page of ours sent it."""
+
+    status = 403
+    code = "cross_site_request"
+    title = "The request did not come from one of our pages"
 
 
 class NotFound(APIError):

@@ -51,13 +51,16 @@ def wanted(
         hardware=hardware,
         created_after=created_after,
         created_before=created_before,
-        metadata=_metadata(request),
+        metadata=metadata(request),
         ascending=order == "asc",
     )
 
 
-def _metadata(request: Request) -> dict[str, str]:
-    """Return the pairs. Raises InvalidParameter; the same key twice asks for two."""
+def metadata(request: Request) -> dict[str, str]:
+    """Return a query's pairs of metadata.
+
+    Raises InvalidParameter; the same key twice asks for two.
+    """
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if not name.startswith("metadata["):

@@ -240,6 +240,10 @@ class Settings(BaseSettings):
             "start with it.",
         )
     )
+    session_s: Seconds = Field(
+        default=43_200.0,
+        description="Who signed in to the pages stays signed in for this long.",
+    )
     webhook_allow: Hosts = Field(
         default_factory=list,
         description="Hosts, addresses and networks (CIDR), separated by commas, that "

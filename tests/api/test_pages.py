@@ -1,0 +1,251 @@
+"""The pages as a browser asks for them, but without one: sessions, guards, errors."""
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from api import auth, db, page_session
+from api.app import create_app
+from api.callers import verified
+from api.models import now
+from tests.api.conftest import BODY
+
+ASSETS = Path(__file__).parents[2] / "api" / "data" / "assets"
+TEMPLATES = ASSETS.parent / "pages"
+
+
+@pytest.fixture
+def browser(sqlite: Path, bells: list[str]) -> Iterator[TestClient]:
+    """A browser that nobody signed in with."""
+    with TestClient(create_app(), follow_redirects=False) as client:
+        yield client
+
+
+def signed_in(browser: TestClient, key: str) -> str:
+    """Sign in; gives the token that changes need."""
+    answer = browser.post("/ui/signin", data={"key": key})
+    assert answer.status_code == 303, answer.text
+    page = browser.get("/ui/hardware").text
+    found = re.search(r'name="csrf-token" content="([^"]+)"', page)
+    assert found
+    return found[1]
+
+
+def key_with(*scopes: str, **more: object) -> str:
+    with db.transaction() as session:
+        return auth.create_key(session, "acme", "page", scopes, **more)  # type: ignore[arg-type]
+
+
+def test_who_has_no_session_is_led_to_the_sign_in_and_back(
+    browser: TestClient, key: str
+) -> None:
+    answer = browser.get("/ui/jobs?status=failed")
+    assert answer.status_code == 303
+    assert (
+        answer.headers["location"] == "/ui/signin?next=%2Fui%2Fjobs%3Fstatus%3Dfailed"
+    )
+    form = browser.get(answer.headers["location"]).text
+    assert 'name="next" value="/ui/jobs?status=failed"' in form
+    there = "/ui/jobs?status=failed"
+    entered = browser.post("/ui/signin", data={"key": key, "next": there})
+    assert entered.headers["location"] == there
+    assert browser.get(there).status_code == 200
+
+
+def test_the_cookie_holds_no_key_and_no_script_reads_it(
+    browser: TestClient, key: str
+) -> None:
+    answer = browser.post("/ui/signin", data={"key": key})
+    cookie = answer.headers["set-cookie"]
+    assert key.split("_")[3] not in cookie
+    assert {"HttpOnly", "SameSite=lax", "Path=/"} <= set(cookie.split("; "))
+    assert "Secure" not in cookie
+
+
+def test_over_https_the_cookie_is_bound_to_the_host(sqlite: Path, key: str) -> None:
+    with TestClient(create_app(), "https://precision.example") as client:
+        answer = client.post("/ui/signin", data={"key": key}, follow_redirects=False)
+    assert answer.headers["set-cookie"].startswith("__Host-precision=ps_")
+    assert "Secure" in answer.headers["set-cookie"]
+
+
+@pytest.mark.parametrize("shown", ["", "po_live_x", "nonsense", "ps_e30.x"])
+def test_what_is_no_key_begins_no_session(browser: TestClient, shown: str) -> None:
+    answer = browser.post("/ui/signin", data={"key": shown})
+    assert answer.status_code == 401
+    assert "not valid" in answer.text
+    assert "set-cookie" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://evil.example/", "//evil.example/ui/", "/ui/\\evil", "/v1/jobs", "/ui"],
+)
+def test_a_sign_in_leads_nowhere_else(
+    browser: TestClient, key: str, address: str
+) -> None:
+    answer = browser.post("/ui/signin", data={"key": key, "next": address})
+    assert answer.headers["location"] == "/ui/jobs"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}],
+)
+def test_another_site_signs_nobody_in_or_out(
+    browser: TestClient, key: str, headers: dict[str, str]
+) -> None:
+    for path in ("/ui/signin", "/ui/signout"):
+        answer = browser.post(path, data={"key": key}, headers=headers)
+        assert answer.status_code == 403
+        assert "set-cookie" not in answer.headers
+
+
+def test_a_session_reads_the_api_and_changes_nothing_without_its_token(
+    tiny: Path, browser: TestClient, key: str, bells: list[str]
+) -> None:
+    token = signed_in(browser, key)
+    assert browser.get("/v1/jobs").status_code == 200
+    refused = browser.post("/v1/optimize", json=BODY)
+    assert (refused.status_code, refused.json()["code"]) == (403, "cross_site_request")
+    forged = {page_session.HEADER: token[:-1] + "A"}
+    assert browser.post("/v1/optimize", json=BODY, headers=forged).status_code == 403
+    assert bells == []
+    own = {page_session.HEADER: token}
+    assert browser.post("/v1/optimize", json=BODY, headers=own).status_code == 202
+
+
+def test_a_session_is_no_bearer_token(browser: TestClient, key: str) -> None:
+    signed_in(browser, key)
+    value = browser.cookies["precision"]
+    browser.cookies.clear()
+    answer = browser.get("/v1/jobs", headers={"Authorization": f"Bearer {value}"})
+    assert answer.status_code == 401
+
+
+def test_a_session_ends_with_its_key(browser: TestClient, key: str) -> None:
+    signed_in(browser, key)
+    with db.transaction() as session:
+        auth.revoke(session, auth.key_id(key))
+    answer = browser.get("/ui/jobs")
+    assert answer.status_code == 303
+    assert 'precision=""' in answer.headers["set-cookie"]
+    assert browser.get("/v1/jobs").status_code == 401
+
+
+def test_a_session_ends_by_itself(
+    browser: TestClient, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed_in(browser, key)
+    later = (now() + timedelta(hours=13)).timestamp()
+    monkeypatch.setattr(page_session.time, "time", lambda: later)
+    verified.clear()
+    assert browser.get("/v1/jobs").status_code == 401
+
+
+def test_a_changed_session_is_none(browser: TestClient, key: str) -> None:
+    signed_in(browser, key)
+    value = browser.cookies["precision"]
+    for changed in (value[:-1], "ps_" + value[5:], value + "A", "ps_.", ""):
+        browser.cookies.clear()
+        browser.cookies.set("precision", changed)
+        assert browser.get("/v1/jobs").status_code == 401, changed
+
+
+def test_signing_out_takes_the_cookie_away(browser: TestClient, key: str) -> None:
+    signed_in(browser, key)
+    assert browser.post("/ui/signout").headers["location"] == "/ui/signin"
+    assert browser.get("/ui/jobs").status_code == 303
+
+
+def test_a_portals_proxy_needs_no_session(client: TestClient) -> None:
+    assert client.get("/ui/jobs").status_code == 200
+
+
+def test_a_page_needs_its_scope(browser: TestClient) -> None:
+    signed_in(browser, key_with("models:read"))
+    answer = browser.get("/ui/jobs")
+    assert answer.status_code == 403
+    assert "jobs:read" in answer.text
+    assert browser.get("/ui/models").status_code == 200
+
+
+def test_errors_are_pages(client: TestClient) -> None:
+    for path, status in (
+        ("/ui/jobs/job_none", 404),
+        ("/ui/nowhere/at/all", 404),
+        ("/ui/jobs?status=odd", 422),
+        ("/ui/jobs?since=yesterday", 422),
+        ("/ui/jobs?after=odd", 400),
+        ("/ui/jobs/%00", 404),
+    ):
+        answer = client.get(path)
+        assert answer.status_code == status, path
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert "To the jobs" in answer.text
+
+
+def test_pages_allow_no_script_of_others_and_no_frame(client: TestClient) -> None:
+    for path in ("/ui/signin", "/ui/jobs", "/ui/nowhere"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "unsafe" not in policy
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert headers["x-frame-options"] == "DENY"
+
+
+def test_templates_hold_no_script_and_no_style_of_their_own() -> None:
+    for path in TEMPLATES.glob("*.html.j2"):
+        text = path.read_text("utf-8")
+        assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]*src=)", text), path
+        assert not re.search(r"(src|href)=\"https?:", text), path
+        assert "| safe" not in text, path
+
+
+def test_assets_are_kept_for_ever_under_the_name_of_their_bytes(
+    client: TestClient,
+) -> None:
+    page = client.get("/ui/jobs").text
+    named = re.findall(r'(?:href|src)="(/ui/assets/[0-9a-f]{12}/[\w.]+)"', page)
+    assert {name.rpartition("/")[2] for name in named} >= {"portal.css", "portal.js"}
+    for address in named:
+        answer = client.get(address)
+        assert answer.status_code == 200
+        assert "immutable" in answer.headers["cache-control"]
+    assert client.get("/ui/assets/x/../../pages/base.html.j2").status_code == 404
+
+
+def test_the_list_filters(tiny: Path, client: TestClient, job_id: str) -> None:
+    other = {**BODY, "metadata": {"entity_ref": "component:default/ads"}}
+    ads = client.post("/v1/optimize", json=other).json()["id"]
+    found = client.get("/ui/jobs?entity_ref=component:default/ads&status=&since=").text
+    assert (ads in found, job_id in found) == (True, False)
+    assert "No job fits" in client.get("/ui/jobs?status=failed").text
+    assert job_id in client.get("/ui/jobs?hardware=h100&status=queued").text
+
+
+def test_names_of_customers_are_text(tiny: Path, client: TestClient) -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    body = {**BODY, "metadata": {"entity_ref": hostile, hostile: "\u202eright"}}
+    made = client.post("/v1/optimize", json=body).json()["id"]
+    for path in ("/ui/jobs", f"/ui/jobs/{made}", f"/ui/new?like={made}"):
+        page = client.get(path)
+        assert page.status_code == 200, path
+        assert "<img src=x" not in page.text
+
+
+def test_another_tenants_job_is_no_page(
+    tiny: Path, client: TestClient, job_id: str
+) -> None:
+    with db.transaction() as session:
+        key = auth.create_key(session, "other", "other")
+    client.headers["Authorization"] = f"Bearer {key}"
+    assert client.get(f"/ui/jobs/{job_id}").status_code == 404
+    assert job_id not in client.get("/ui/jobs").text
+    assert client.get(f"/ui/compare?job={job_id}").status_code == 404
+    assert client.get(f"/ui/new?like={job_id}").status_code == 404
