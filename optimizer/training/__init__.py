@@ -10,6 +10,8 @@ _HOMES = {  # public name -> module of this package
     "Alarm": "health",
     "HealthMonitor": "monitor",
     "Metric": "health",
+    "Policy": "stability",
+    "PrecisionScheduler": "scheduler",
     "Thresholds": "health",
 }
 
