@@ -6,7 +6,6 @@ the HTML report, the job's result, the stack and the front.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -15,8 +14,12 @@ from optimizer.checkpoint import Checkpoint
 from optimizer.choose import Chooser, Totals, fp8_share
 from optimizer.contrast import Contrast, compare
 from optimizer.cost import SiteCost
+from optimizer.document_beyond import Looked
 from optimizer.document_latency import latency
+from optimizer.document_limits import limits, warnings
+from optimizer.document_provenance import provenance
 from optimizer.document_sites import added_kl_nats, components, layers, site_row
+from optimizer.document_stability import steadiness
 from optimizer.evidence import Evidence
 from optimizer.experts import ExpertTokens, rare
 from optimizer.hardware import Device
@@ -24,9 +27,7 @@ from optimizer.kernels import Tables
 from optimizer.ledger import kinds, served
 from optimizer.local_run import Measured
 from optimizer.model import LoadedModel
-from optimizer.on_device import executed_as
 from optimizer.one_pass import generates
-from optimizer.reasons import growing
 from optimizer.recode import Gain
 from optimizer.repair import Repair
 from optimizer.spec import OptimizeSpec
@@ -44,8 +45,6 @@ from optimizer.validate import (
 )
 
 SCHEMA = "precision.report/1"
-NAMED_EXPERTS = 8  # in a warning; the document has them all
-PACKAGES = ("precision", "torch", "transformers", "numpy", "scipy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +89,7 @@ class Run:
     evidence: Evidence  # who sets the scales, and what attention looks at
     executed: Mapping[str, Any]  # what the validated stacks were run on
     profile: Tables | None = None  # of the device, that prices were taken from
+    looked: Looked = field(default_factory=Looked)  # at the chosen stack, elsewhere
     runs: Mapping[str, Measured] = field(default_factory=dict)  # end to end, by label
 
 
@@ -117,9 +117,14 @@ def build(run: Run) -> dict[str, Any]:
         "runs": [{"label": k, **asdict(m)} for k, m in run.runs.items()],
         "statistics": run.evidence.to_json(),
         "contrast": compare(run.contrast, run.chooser.table) if run.contrast else None,
-        "limits": _limits(run),
-        "warnings": _warnings(run),
-        "provenance": _provenance(run),
+        "stability": steadiness(run, chosen),
+        "by_distribution": list(run.looked.distributions),
+        "by_position": list(run.looked.positions),
+        "worst_tokens": list(run.looked.worst),
+        "generation": run.looked.generation,
+        "limits": limits(run),
+        "warnings": warnings(run),
+        "provenance": provenance(run),
     }
 
 
@@ -329,93 +334,3 @@ def shown_as(label: str, where: str | None) -> str:
     if not label.startswith("p"):
         return label
     return where or f"refuted_{label}"
-
-
-def _limits(run: Run) -> list[str]:
-    spec = run.spec
-    said = [
-        executed_as(run.executed),
-        f"Quality was measured at {spec.sequence_tokens} tokens of context.",
-        "Predicted KL adds up what each site loses alone, corrected by the stacks that "
-        "were measured; measured KL is of the whole stack.",
-    ]
-    if not generates(run.model.shape):
-        said.append(
-            "The model generates nothing: its times, per token and to the first, are "
-            "both of one pass over the batch, and KL is of its logits at every "
-            "position. There is no perplexity: no token is predicted from those before "
-            "it, and a pseudo-perplexity would take a pass for each masked token."
-        )
-    ways = spec.workload.tensor_parallel
-    if ways > 1:
-        said.append(
-            f"{ways} devices share every layer: times are of one device's part and of "
-            f"what they exchange, weights and memory of a stack those of all {ways}."
-        )
-    if run.basis == "modelled":
-        said.append(
-            "Latency is put together from kernels that others measured and, where there "
-            "are none, a roofline fitted to them; the stack was not run on the device."
-        )
-    else:
-        said.append(
-            "Latency adds up what sites took on the worker; stacks that were run there "
-            "end to end have their own figures."
-        )
-    return said
-
-
-def _warnings(run: Run) -> list[str]:
-    context = run.spec.workload.prompt_tokens
-    if generates(run.model.shape):
-        context += run.spec.workload.output_tokens
-    said = list(run.tokens.warnings)
-    few = rare(run.experts)
-    if few:
-        named = ", ".join(f"{e.name} ({e.tokens})" for e in few[:NAMED_EXPERTS])
-        said.append(
-            f"{len(few)} of {len(run.experts)} experts got hardly any calibration tokens:"
-            f" {named}; their input scale is their layer's. Calibrate on more data, or "
-            "on data that reaches them"
-        )
-    longest = run.model.shape.max_context
-    if 0 < longest < context:
-        said.append(
-            f"the workload reaches {context} tokens of context; the model was made for "
-            f"{longest}"
-        )
-    if context > run.spec.sequence_tokens:
-        said.append(
-            f"the workload reaches {context} tokens of context; scales and quality are "
-            f"from sequences of {run.spec.sequence_tokens}"
-        )
-    places = run.evidence.statistics.places
-    said += growing(places, context, run.spec.sequence_tokens)
-    return said
-
-
-def _provenance(run: Run) -> dict[str, Any]:
-    return {
-        "versions": {p: _version(p) for p in PACKAGES},
-        "seed": run.spec.seed,
-        "reproduce": _reproduce(run.spec),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _reproduce(spec: OptimizeSpec) -> str:
-    words = ["precision optimize", spec.model, "--hardware", spec.hardware]
-    if spec.latency_sla.per_token_s is not None:
-        words += ["--sla", f"{spec.latency_sla.per_token_s:g}"]
-    words += ["--task", spec.task, "--data", spec.data_distribution]
-    if spec.workload.tensor_parallel > 1:
-        words += ["--tensor-parallel", str(spec.workload.tensor_parallel)]
-    if spec.rounding != "nearest":
-        words += ["--rounding", spec.rounding]
-    return " ".join(words)

@@ -5,6 +5,7 @@ each site's own arithmetic is handed to an *executor* (`execute.py`), which runs
 it in fp32, watches it, or rounds it.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from optimizer.checkpoint import inspect
+from optimizer import checkpoint
 from optimizer.construct import construct
 from optimizer.routing import ATTENTION, ROUTE, position_inputs, route
 from optimizer.segments import WHOLE, Residency, Resident, Segment, Stopped, given
@@ -136,6 +137,21 @@ class LoadedModel:
         logits: Tensor = out.logits
         return logits
 
+    def cached(self, ids: Tensor, executor: Executor, cache: Any) -> Tensor:
+        """Return the logits (batch, vocab) after `ids`, which follow what a cache holds.
+
+        `cache` is transformers', and has them in it after this.
+        """
+        names = inspect.signature(self.network.forward).parameters
+        name = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
+        self.running = executor
+        try:
+            out = self.network(ids, **{name: cache}, use_cache=True)
+        finally:
+            self.running = None
+        logits: Tensor = out.logits
+        return logits[:, -1]
+
     @property
     def executor(self) -> Executor:
         """Who runs the sites of the current pass."""
@@ -149,10 +165,10 @@ def load(folder: Path, name: str = "") -> LoadedModel:
     Raises ModelError for an architecture that is not in the allow-list or weights
     that do not fill the model, NonFiniteError for inf or NaN in a weight.
     """
-    checkpoint = inspect(folder)
-    network = construct(checkpoint, "eager")  # until the sites are routed
+    found = checkpoint.inspect(folder)
+    network = construct(found, "eager")  # until the sites are routed
     return instrument(
-        network, checkpoint.architecture, name or folder.name, checkpoint.stored_bytes
+        network, found.architecture, name or folder.name, found.stored_bytes
     )
 
 

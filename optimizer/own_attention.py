@@ -52,6 +52,7 @@ def _falcon(attention: Any, attend: Attend) -> Callable[..., Any]:
         alibi: Tensor | None,
         attention_mask: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
+        layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         batch, tokens, _ = hidden_states.shape
@@ -65,6 +66,8 @@ def _falcon(attention: Any, attend: Attend) -> Callable[..., Any]:
         if alibi is None:
             assert position_embeddings is not None
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, attention.layer_idx)
         scaling = attention.inv_norm_factor
         out, _ = attend(attention, query, key, value, attention_mask, scaling=scaling)
         return attention.dense(out.flatten(2)), None
@@ -77,9 +80,11 @@ def _mpt(attention: Any, attend: Attend) -> Callable[..., Any]:
         hidden_states: Tensor,
         position_bias: Tensor,
         attention_mask: Tensor,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         batch, tokens, _ = hidden_states.shape
+        cache = kwargs.get("past_key_values", cache)  # its name until transformers 5.24
         fused = attention.Wqkv(hidden_states)
         if attention.clip_qkv:
             fused = fused.clamp(-attention.clip_qkv, attention.clip_qkv)
@@ -87,7 +92,9 @@ def _mpt(attention: Any, attend: Attend) -> Callable[..., Any]:
             x.view(batch, tokens, attention.n_heads, -1).transpose(1, 2)
             for x in fused.chunk(3, dim=2)
         )
-        bias = position_bias[:, :, -tokens:]  # (heads, 1, tokens)
+        if cache is not None:
+            key, value = cache.update(key, value, attention.layer_idx)
+        bias = position_bias[:, :, -key.shape[2] :]  # (heads, 1, keys)
         bias = bias - bias[:, :, :1]  # the farthest token's is the least
         mask = torch.where(attention_mask, torch.finfo(fused.dtype).min, bias)
         scaling = attention.softmax_scale

@@ -8,6 +8,7 @@ from typing import Any
 from optimizer import (
     casts,
     document,
+    document_beyond,
     kernels,
     local_prices,
     local_run,
@@ -15,6 +16,7 @@ from optimizer import (
     plan,
     profiled,
 )
+from optimizer.beyond import Found
 from optimizer.casts import Casts
 from optimizer.checkpoint import inspect
 from optimizer.choose import Chooser, CostOf, allowed, candidates, modelled, tabulate
@@ -34,7 +36,13 @@ from optimizer.quantize import overflows
 from optimizer.recode import rounded_sites
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import Component, ModelShape, Site, Stack
-from optimizer.validate import Quality, Validation, quality, reference_perplexity
+from optimizer.validate import (
+    Quality,
+    TokenValues,
+    Validation,
+    quality,
+    reference_perplexity,
+)
 from optimizer.work import Work
 
 Progress = Callable[[str, float, str], None]
@@ -141,20 +149,25 @@ class _Measuring:
     def __init__(self, work: Work, meter: _Meter) -> None:
         self._work = work
         self._meter = meter
-        self._found: dict[str, Quality] = {}
+        self._found: dict[str, tuple[Quality, TokenValues]] = {}
 
     def __call__(self, stacks: Sequence[Stack]) -> list[tuple[float, float, float]]:
         share = 1 / plan.MEASUREMENTS
         self._meter.part(share * len(self._found), share * len(stacks))
         every = self._work.validated(stacks)
         for stack, values in zip(stacks, every, strict=True):
-            self._found[_name(stack)] = quality(values, self._work.spec.seed)
+            found = quality(values, self._work.spec.seed)
+            self._found[_name(stack)] = found, values
         kl = [self.of(stack).kl_nats for stack in stacks]
         return [(one.value, one.low, one.high) for one in kl]
 
     def of(self, stack: Stack) -> Quality:
         """Return the figures of a stack that was run."""
-        return self._found[_name(stack)]
+        return self._found[_name(stack)][0]
+
+    def values(self, stack: Stack) -> TokenValues:
+        """Return what the stack does to every token."""
+        return self._found[_name(stack)][1]
 
 
 def _name(stack: Stack) -> str:
@@ -168,21 +181,30 @@ def _run(
     target: tuple[Device, str],
     contrast: Contrast,
 ) -> Run:
-    (front, answer), spec = found, work.spec
+    (front, answer), spec, checkpoint = found, work.spec, inspect(work.folder)
     qualities = {k: measuring.of(stack) for k, stack in answer.stacks.items()}
-    rounding, qualities[plan.CHOSEN] = _rounding(
-        work, answer.stack, qualities[plan.CHOSEN]
+    chosen = qualities[plan.CHOSEN], measuring.values(answer.stack)
+    rounding, chosen, found_beyond = _rounding(work, answer.stack, chosen)
+    qualities[plan.CHOSEN] = chosen[0]
+    nll, likely = work.reference()
+    looked = document_beyond.looked(
+        spec,
+        checkpoint,
+        work.tokens.validation,
+        (*chosen, likely),
+        work.elsewhere,
+        work.beyond(answer.stack, found_beyond),
     )
     advice = plan.advice(answer, front.chooser, spec)
     validation = Validation(
         tokens=work.tokens.validation.tokens,
-        reference_perplexity=reference_perplexity(work.reference_nll()),
+        reference_perplexity=reference_perplexity(nll),
         stacks=qualities,
     )
     return Run(
         spec=spec,
         model=work.outline,
-        checkpoint=inspect(work.folder),
+        checkpoint=checkpoint,
         tokens=work.tokens,
         device=target[0],
         basis=target[1],
@@ -196,21 +218,27 @@ def _run(
         rounding=rounding,
         experts=work.experts(),
         evidence=work.evidence(answer.stack),
+        looked=looked,
         executed=as_one(work.places),
     )
 
 
-def _rounding(work: Work, stack: Stack, nearest: Quality) -> tuple[Rounding, Quality]:
-    """Round the chosen stack's weights as asked; keep what measures better."""
-    asked = work.spec.rounding
+def _rounding(
+    work: Work, stack: Stack, nearest: tuple[Quality, TokenValues]
+) -> tuple[Rounding, tuple[Quality, TokenValues], Found | None]:
+    """Round the chosen stack's weights as asked; keep what measures better.
+
+    Returns its figures and what it does beyond the held-out data, None: not known yet.
+    """
+    asked, kl = work.spec.rounding, nearest[0].kl_nats
     if asked == "nearest" or not rounded_sites(stack):
-        return Rounding(asked, "nearest", nearest.kl_nats), nearest
-    values, gain = work.compensated(stack)
+        return Rounding(asked, "nearest", kl), nearest, None
+    values, gain, beyond = work.compensated(stack)
     found = quality(values, work.spec.seed)
-    better = found.kl_nats.value < nearest.kl_nats.value
-    used = "compensated" if better else "nearest"
-    rounding = Rounding(asked, used, nearest.kl_nats, found.kl_nats, gain)
-    return rounding, found if better else nearest
+    if found.kl_nats.value < kl.value:
+        rounding = Rounding(asked, "compensated", kl, found.kl_nats, gain)
+        return rounding, (found, values), beyond
+    return Rounding(asked, "nearest", kl, found.kl_nats, gain), nearest, None
 
 
 def _target(

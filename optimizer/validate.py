@@ -70,6 +70,7 @@ class TokenValues:
     nll: Values  # nats, of each next token: one less for each sequence
     agree: Values  # 1 where the most likely token is the reference's
     overflowed: Values  # how many tokens of each batch go beyond FP8
+    likely: Values  # the most likely token's id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +98,11 @@ class Truth:
     logits: Activations  # by (0, sequence)
     known: Sequence[_Known]  # by sequence
     nll: Values
+
+    @property
+    def likely(self) -> Values:
+        """The id of the most likely token at every position."""
+        return np.concatenate([k.likely.double().numpy() for k in self.known])
 
     @classmethod
     def of(
@@ -168,24 +174,25 @@ def run_stack(
             for row, (index, mine) in enumerate(zip(numbers, logits, strict=True)):
                 beyond[batch].take(run, slice(row, row + 1))
                 found.append(_compared(truth, index, mine))
-    kl, nll, agree = (np.concatenate(v) for v in zip(*found, strict=True))
+    kl, nll, agree, likely = (np.concatenate(v) for v in zip(*found, strict=True))
     counts = np.array([some.count for some in beyond], np.float64)
-    return TokenValues(kl, nll, agree, counts)
+    return TokenValues(kl, nll, agree, counts, likely)
 
 
 def _compared(
     truth: Truth, index: int, logits: Tensor
-) -> tuple[Values, Values, Values]:
-    """Return KL, loss and agreement of the tokens of one sequence."""
+) -> tuple[Values, Values, Values, Values]:
+    """Return KL, loss, agreement and most likely tokens of one sequence."""
     reference, known = truth.logits.get((0, index)), truth.known[index]
     parts = zip(reference.split(ROWS), logits.split(ROWS), strict=True)
     kl, more = (
         torch.cat(v)
         for v in zip(*(kl_and_log_sums(a, b) for a, b in parts), strict=True)
     )
-    agree = known.likely == logits.argmax(-1)
+    likely = logits.argmax(-1)
+    agree = known.likely == likely
     nll = known.nll(logits, truth.sequences[index], more)
-    return kl.double().numpy(), nll, agree.double().numpy()
+    return kl.double().numpy(), nll, agree.double().numpy(), likely.double().numpy()
 
 
 class _Beyond:
@@ -245,22 +252,23 @@ def reference_perplexity(nll: Values) -> float:
 def quality(values: TokenValues, seed: int) -> Quality:
     """Return the figures of a stack with their intervals."""
     kl = values.kl
-    log_perplexity = _interval(values.nll, seed)
+    log_perplexity = interval(values.nll, seed)
     return Quality(
-        kl_nats=_interval(kl, seed),
+        kl_nats=interval(kl, seed),
         perplexity=Interval(
             math.exp(log_perplexity.value),
             math.exp(log_perplexity.low),
             math.exp(log_perplexity.high),
         ),
-        top1_agreement=_interval(values.agree, seed),
+        top1_agreement=interval(values.agree, seed),
         worst_token_kl_nats=float(kl.max()),
         p99_token_kl_nats=float(np.quantile(kl, 0.99)),
         fallback=float(values.overflowed.sum()) / len(kl),
     )
 
 
-def _interval(values: Values, seed: int) -> Interval:
+def interval(values: Values, seed: int) -> Interval:
+    """Return the mean of values in text order, with its interval."""
     low, high = bootstrap_interval(
         values,
         block=BLOCK_TOKENS,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimizer.validate import TokenValues
 
-FIELDS = ("kl", "nll", "agree", "overflowed")
+FIELDS = ("kl", "nll", "agree", "overflowed", "likely")
 
 
 def text(values: np.ndarray[Any, np.dtype[np.float64]]) -> str:

@@ -13,11 +13,21 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from optimizer import kept_front
+from optimizer.beyond import (
+    ELSEWHERE,
+    STACK,
+    Elsewhere,
+    Found,
+    beyond_pieces,
+    elsewhere,
+    prompts,
+    run_elsewhere,
+    run_writes,
+)
 from optimizer.calibrate import amaxes, calibrate, stats_from_json, stats_to_json
 from optimizer.contrast import Contrast
 from optimizer.errors import ModelError
@@ -31,35 +41,33 @@ from optimizer.evidence import (
     packed,
 )
 from optimizer.exact import exact
-from optimizer.execute import Amaxes
+from optimizer.execute import Amaxes, WeightCodes
 from optimizer.experts import ExpertCounts, ExpertTokens, counting
 from optimizer.on_device import executed_on
+from optimizer.one_pass import generates
 from optimizer.opened import Opened
 from optimizer.pieces import Piece, Pieces, Result, key_of
-from optimizer.quantize import BLOCK
 from optimizer.recode import Gain, recode
 from optimizer.sensitivity import sweep
-from optimizer.spec import SWEPT_FORMATS, OptimizeSpec
-from optimizer.stack import (
-    CHOICES,
-    Choice,
-    Granularity,
-    Site,
-    SiteShape,
-    Stack,
-    choice_named,
-)
+from optimizer.spec import OptimizeSpec
+from optimizer.stack import Choice, Site, Stack, choice_named
 from optimizer.sums import Candidates, Sensitivities, Sums, total, wanted_roundings
-from optimizer.validate import TokenValues, Truth, reference_states, run_stack
+from optimizer.swept import CORE, choices, family
+from optimizer.validate import (
+    TokenValues,
+    Truth,
+    Values,
+    reference_states,
+    run_stack,
+)
 from optimizer.walk import Told, silent
 from optimizer.watch import Statistics
 from optimizer.wire import array, tensor, tensor_text, text, texts, token_values
 
 # Raised by whoever changes what the numerics give: kept results of before are void.
-NUMERICS = 4
+NUMERICS = 5
 PIECE_TOKENS = 1024  # of a part of the calibration data: what is lost with a worker
 CONTRAST_TOKENS = 256  # enough to compare components, an eighth of a sweep
-CORE = "core"  # the choices that every job sweeps
 
 
 @dataclass(eq=False)
@@ -155,25 +163,49 @@ class Work(Opened):
         self.places += [result["executed_on"] for result in found]
         return [token_values(result) for result in found]
 
-    def compensated(self, stack: Stack) -> tuple[TokenValues, Gain]:
+    @cached_property
+    def elsewhere(self) -> Elsewhere:
+        """What the chosen stack is run on beside the held-out data."""
+        longest = self.outline.shape.max_context
+        held_out = self.tokens.validation.sequences
+        return elsewhere(self.spec, self.folder, held_out, longest)
+
+    def beyond(self, stack: Stack, found: Found | None = None) -> Found:
+        """Run a stack elsewhere, and let it write; what was `found` already is kept."""
+        decides = [*self._held_out(), _digest(self.tokens.calibration.sequences)]
+        decides.append(_where())
+        writes = generates(self.outline.shape) and self.prompts is not None
+        pieces = beyond_pieces(decides, self.elsewhere, stack, writes=writes)
+        missing = {k: v for k, v in pieces.items() if k not in (found or {})}
+        results = self._run(list(missing.values()))
+        return {**(found or {}), **dict(zip(missing, results, strict=True))}
+
+    @cached_property
+    def prompts(self) -> Tensor | None:
+        """What is continued; None: no held-out sequence is long enough."""
+        return prompts(self.tokens.validation.sequences)
+
+    def compensated(self, stack: Stack) -> tuple[TokenValues, Gain, Found]:
         """Run a stack whose FP8 weights are compensated, and its static scales fitted."""
         plain = self._stack_piece(stack)
         calibration = _digest(self.tokens.calibration.sequences)
         key = key_of("compensated", plain.key, calibration)
         (found,) = self._run([Piece("compensated", key, plain.payload)])
         self.places.append(found["executed_on"])
-        return token_values(found), Gain(**found["gain"])
+        return token_values(found), Gain(**found["gain"]), found["beyond"]
 
     def front(self, asked: kept_front.Question) -> kept_front.Answer:
         """Search, or read what a job with the same numbers found."""
         piece = Piece("front", key_of("front", NUMERICS, asked), asked)
         return self._run([piece])[0]
 
-    def reference_nll(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return the reference's loss on every held-out prediction, in nats."""
+    def reference(self) -> tuple[Values, Values]:
+        """Return the reference's loss on every held-out prediction, in nats, and the
+        id of its most likely token at every position.
+        """
         key = key_of("truth", *self._held_out())
         (found,) = self._run([Piece("truth", key, {})])
-        return array(found["nll"])
+        return array(found["nll"]), array(found["likely"])
 
     @cached_property
     def truth(self) -> Truth:
@@ -264,11 +296,9 @@ class Work(Opened):
         return [*self._base(), _digest(self.tokens.validation.sequences)]
 
     def _stack_piece(self, stack: Stack) -> Piece:
-        choices = {str(s): str(c) for s, c in sorted(stack.choices.items())}
+        named = {str(s): str(c) for s, c in sorted(stack.choices.items())}
         calibration = _digest(self.tokens.calibration.sequences)
-        here = executed_on()  # a device's own sums are no emulation's
-        where = "" if here["emulated"] else here["device"]
-        key = key_of("validate", *self._held_out(), calibration, choices, where)
+        key = key_of("validate", *self._held_out(), calibration, named, _where())
         return Piece("validate", key, {"stack": stack.to_json()})
 
     # Computing one
@@ -283,11 +313,15 @@ class Work(Opened):
             case "contrast":
                 return self._contrast(piece.payload["family"].split("+"))
             case "truth":
-                return {"nll": text(self.truth.nll)}
+                return {"nll": text(self.truth.nll), "likely": text(self.truth.likely)}
             case "reference":
                 return self._reference()
             case "attention_of_choices" | "attention_of_stack":
                 return self._attention(**piece.payload)
+            case "elsewhere":
+                return self._elsewhere(Stack.from_json(piece.payload["stack"]))
+            case "writes":
+                return self._writes(**piece.payload)
             case "exact":
                 return self._exact(**piece.payload)
             case "front":
@@ -384,8 +418,28 @@ class Work(Opened):
             self.model, sequences, stack, self.inside, self.spec.seed, largest
         )
         values = run_stack(self.model, truth, stack, fitted, weights, self.inside)
-        gained = {"gain": asdict(gain), "executed_on": executed_on()}
+        beyond = {ELSEWHERE: self._run_elsewhere(stack, fitted, weights)}
+        if generates(self.outline.shape) and self.prompts is not None:
+            rounded = (stack, fitted, weights)
+            beyond[STACK] = run_writes(self.model, self.prompts, rounded)
+        gained = {"gain": asdict(gain), "executed_on": executed_on(), "beyond": beyond}
         return {**texts(values), **gained}
+
+    def _elsewhere(self, stack: Stack) -> Result:
+        return self._run_elsewhere(stack, self.amaxes(), self.weights)
+
+    def _run_elsewhere(
+        self, stack: Stack, largest: Amaxes, weights: WeightCodes
+    ) -> Result:
+        where = self.elsewhere
+        return run_elsewhere(self.model, where, stack, largest, weights, self.inside)
+
+    def _writes(self, stack: Mapping[str, str] | None) -> Result:
+        assert self.prompts is not None, "a piece is made only where there are some"
+        rounded = None
+        if stack is not None:
+            rounded = (Stack.from_json(stack), self.amaxes(), self.weights)
+        return run_writes(self.model, self.prompts, rounded, self.inside)
 
     def _validate(self, stack: Stack) -> Result:
         truth, largest = self.truth, self.amaxes()
@@ -394,29 +448,14 @@ class Work(Opened):
 
     def _candidates(self, families: Sequence[str]) -> dict[Site, list[Choice]]:
         """Return every choice of some families, whatever the hardware runs of them."""
-        return {
-            shape.site: [
-                c
-                for c in CHOICES[shape.site.component]
-                if family(c) in families and not _partial(shape, c)
-            ]
-            for shape in self.outline.shape.sites
-        }
-
-
-def family(choice: Choice) -> str:
-    """Return which choices are swept together with this one, by what it asks for."""
-    operands = [choice.input, *([choice.weight] if choice.weight else [])]
-    formats = {p.format for p in operands} | {choice.output}
-    others = sorted(formats - {*SWEPT_FORMATS})
-    return others[0] if others else CORE
-
-
-def _partial(shape: SiteShape, choice: Choice) -> bool:
-    """Whether blocks would be cut: no kernel takes that, whatever the device."""
-    blocks = choice.weight and choice.weight.granularity is Granularity.BLOCK
-    return bool(blocks and shape.k % BLOCK)
+        return choices(self.outline.shape.sites, families)
 
 
 def _digest(sequences: Iterable[Tensor]) -> str:
     return key_of([ids.flatten().tolist() for ids in sequences])
+
+
+def _where() -> str:
+    """Return the device that stacks run on; "": they are emulated, alike everywhere."""
+    here = executed_on()  # a device's own sums are no emulation's
+    return "" if here["emulated"] else str(here["device"])

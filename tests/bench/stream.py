@@ -27,8 +27,8 @@ from optimizer.pieces import to_json
 from optimizer.sensitivity import sweep
 from optimizer.stack import CHOICES, Choice, Site
 from optimizer.stream import stream
+from optimizer.swept import CORE, family
 from optimizer.walk import Activations
-from optimizer.work import CORE, family
 from workers import demo
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 2048, 8192, 16, 8, 32000

@@ -40,9 +40,9 @@ from optimizer.repair import repair
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import CHOICES, Choice, Granularity, Site, Stack
 from optimizer.sums import Candidates, Sensitivity
+from optimizer.swept import CORE, family
 from optimizer.tokens import Tokens
 from optimizer.validate import Truth, quality, run_stack
-from optimizer.work import CORE, family
 from workers import demo
 
 SIDE = 2048

@@ -62,7 +62,7 @@ def test_two_devices_hold_a_part_each_and_exchange_what_they_add_up(
     )
     assert 0.5 <= held["weights_bytes"] / chosen(pair)["bytes"] < 0.6
     assert pair["workload"]["tensor_parallel"] == 2
-    assert "--tensor-parallel 2" in pair["provenance"]["reproduce"]
+    assert pair["provenance"]["request"]["workload"]["tensor_parallel"] == 2
     assert "2 × NVIDIA H100" in pair["verdict"]["sentence"]
     assert any(said.startswith("2 devices share") for said in pair["limits"])
 

@@ -18,9 +18,9 @@ def test_every_bit_comes_back() -> None:
 
 
 def test_what_a_stack_does_survives_json() -> None:
-    values = TokenValues(VALUES, VALUES[1:], VALUES[::-1], VALUES[:2])
+    values = TokenValues(VALUES, VALUES[1:], VALUES[::-1], VALUES[:2], VALUES[2:])
     again = token_values(json.loads(json.dumps(texts(values))))
-    for name in ("kl", "nll", "agree", "overflowed"):
+    for name in ("kl", "nll", "agree", "overflowed", "likely"):
         assert np.array_equal(getattr(again, name), getattr(values, name))
 
 
