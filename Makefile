@@ -45,8 +45,8 @@ format: install ## Format, and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-gpu-check: install ## Time FP8 on the GPU at hand beside the model, in minutes
-	$(BIN)/python -m tests.gpu.check --out $(DATA_DIR)/gpu-check.json
+gpu-check: install ## Time FP8 on the GPU at hand beside the model, in minutes; 77: there is none
+	@$(BIN)/python -m tests.gpu.check --out $(DATA_DIR)/gpu-check.json
 
 bench: install ## List the benchmarks; `make bench NAME=sweep` runs one
 ifdef NAME

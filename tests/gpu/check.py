@@ -262,12 +262,23 @@ def _transformer_engine() -> Any:
     return engine
 
 
+def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu.check",
+        description=__doc__.split("\n")[0],
+        epilog=f"Exit code {SKIPPED}: no GPU with FP8 units here, nothing was measured; "
+        "1: the catalogue does not know the device.",
+    )
+    parser.add_argument("--device", default="", help="its id in the catalogue")
+    parser.add_argument(
+        "--out", type=Path, default=Path("var/gpu-check.json"), help="of the profile"
+    )
+    return parser.parse_args(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, 1 for a GPU that the catalogue does not know, 77 without FP8 units."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="", help="its id in the catalogue")
-    parser.add_argument("--out", type=Path, default=Path("var/gpu-check.json"))
-    asked = parser.parse_args(arguments)
+    asked = _asked(arguments)
     if not torch.cuda.is_available():
         print("gpu-check: no CUDA device here, nothing was measured")
         return SKIPPED
@@ -280,9 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if own == LOCAL:
         print(f"gpu-check: the catalogue does not know {name!r}: name it (--device)")
         return 1
+    try:
+        target = catalogued(own)
+    except HardwareError as error:
+        print(f"gpu-check: {error}")
+        return 1
     known = architecture("qwen2-7b")
     assert known is not None
-    run(known.shape, Workload(1, 512, 128), bench, catalogued(own), asked.out)
+    run(known.shape, Workload(1, 512, 128), bench, target, asked.out)
     return 0
 
 

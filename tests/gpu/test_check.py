@@ -65,6 +65,21 @@ def test_a_gpu_is_known_by_its_name_or_named(gpu: Any) -> None:
     assert ran[-1][3].id == "h200"
 
 
+def test_a_device_that_is_none_is_answered_with_the_closest(
+    gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = gpu("A prototype", "bf16", "fp8")
+    assert check.main(["--device", "h1000"]) == 1
+    assert "did you mean h100" in capsys.readouterr().out
+    assert not ran
+
+
+def test_its_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    assert "Exit code 77" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def every() -> list[check.Row]:
     return check.rows(MODEL, Workload(1, 4, 4), EMULATED, H100)
