@@ -31,7 +31,7 @@ from optimizer.hardware import DEVICES, LOCAL
 from optimizer.stack import ModelShape
 
 if TYPE_CHECKING:  # the API starts without numpy
-    from optimizer.estimate import Estimate
+    from optimizer.estimate import Estimate, Priced
     from optimizer.training_memory import Training
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["estimate"])
@@ -221,9 +221,18 @@ def _refuse_too_large(found: "Estimate") -> None:
         more = f"its weights alone take {weights / 1e9:.1f} GB: raise tensor_parallel"
         pointer = "/workload/tensor_parallel"
     else:
-        more = (
-            f"at most {least.largest_batch} sequences of {tokens} tokens fit, or "
-            f"{workload.batch_size} of at most {least.largest_context} tokens (0: none)"
-        )
+        more = _what_fits(least, tokens, workload.batch_size)
         pointer = "/workload/batch_size"
     raise Invalid(pointer, f"{said}; {more}", "does_not_fit_memory")
+
+
+def _what_fits(least: "Priced", tokens: int, batch: int) -> str:
+    """Say the largest batch of as many tokens, and the longest context of the batch."""
+    by_batch = (
+        f"at most {least.largest_batch} sequences of {tokens} tokens fit"
+        if least.largest_batch
+        else f"no sequence of {tokens} tokens fits"
+    )
+    if not least.largest_context:
+        return f"{by_batch}, and {batch} at no length"
+    return f"{by_batch}; {batch} of at most {least.largest_context} tokens would"

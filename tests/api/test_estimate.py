@@ -173,7 +173,16 @@ def test_what_does_not_fit_is_told_how_much_and_what_would(
     problem = refused(answer, 422, "does_not_fit_memory", "/workload/batch_size")
     assert "fp16, needs 18.4 GB and a device has 16.0 GB" in problem["detail"]
     assert "at most 9 sequences of 640 tokens" in problem["detail"]
-    assert "64 of at most 155 tokens" in problem["detail"]
+    assert "64 of at most 155 tokens would" in problem["detail"]
+
+
+def test_one_sequence_that_does_not_fit_is_told_its_longest_context(
+    client: TestClient, refused: Refused
+) -> None:
+    workload = {"batch_size": 1, "prompt_tokens": 100_000, "output_tokens": 100}
+    answer = post(client, hardware="t4", workload=workload)
+    detail = refused(answer, 422, "does_not_fit_memory")["detail"]
+    assert "no sequence of 100100 tokens fits; 1 of at most" in detail
 
 
 def test_weights_that_do_not_fit_ask_for_more_devices(
