@@ -1,6 +1,7 @@
 """What a report has to warn of, and what its figures do not cover."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from optimizer.experts import rare
 from optimizer.on_device import executed_as
@@ -75,4 +76,17 @@ def warnings(run: "Run") -> list[str]:
         )
     places = run.evidence.statistics.places
     said += growing(places, context, run.spec.sequence_tokens)
+    said += _loops(run.looked.generation)
     return said
+
+
+def _loops(generation: Mapping[str, Any] | None) -> list[str]:
+    if generation is None:
+        return []
+    loops, prompts = generation["loops"], len(generation["continuations"])
+    if loops["stack"] <= loops["reference"]:
+        return []
+    return [
+        f"the chosen stack's greedy text ends in a loop on {loops['stack']} of {prompts} "
+        f"prompts, the reference's on {loops['reference']}: read the generation check"
+    ]

@@ -2,9 +2,11 @@
 
 `render_html` cleans the document (no control characters, no text that turns the
 reading direction), derives what the pages show (plot, heat map, groups), and fills
-the template. Same document, same bytes. No torch, no network, no script.
+the template. Same document, same bytes. No torch, no network; the one script names
+the point of the plot that is under the pointer, and nothing is lost without it.
 """
 
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -21,14 +23,34 @@ from jinja2 import (
     Template,
     Undefined,
 )
+from markupsafe import Markup
 
-from optimizer import plot, report_sites, report_statistics, units
+from optimizer import plot, report_beyond, report_sites, report_statistics, units
+from optimizer.report_script import policy, script
 from optimizer.report_sites import Json, in_order, letter, tally
 
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
 _LATENCIES = ("per_token_s", "first_token_s")
+_SECTIONS = (
+    ("asked", "Asked"),
+    ("verdict", "Verdict"),
+    ("stack", "Stack"),
+    ("front", "Pareto front"),
+    ("validation", "Quality"),
+    ("heat", "Heat map"),
+    ("reasons", "Why high"),
+    ("stability", "Stability"),
+    ("generation", "Generation"),
+    ("attention", "Attention"),
+    ("latency", "Latency, memory"),
+    ("limits", "Limits"),
+    ("provenance", "Provenance"),
+    ("sensitivity", "Sensitivity"),
+    ("statistics", "Statistics"),
+    ("coverage", "Coverage"),
+)
 _UNIFORM = ("all_bf16", "all_e4m3")  # all fp32 would stretch the plot for nothing
 
 
@@ -78,6 +100,7 @@ def view(document: Json) -> Json:
     d = _clean(document)
     sites = report_sites.named(_rows(d, "sites"))
     confidence = _at(d, "validation", "bootstrap", "confidence")
+    stats = report_statistics.statistics(d, sites)
     front = _front_rows(d)
     stacks = {s.get("id"): s for s in _rows(d, "validation", "stacks")}
     chosen = _chosen(front) or stacks.get("chosen", {})
@@ -94,11 +117,31 @@ def view(document: Json) -> Json:
         "heat": report_sites.heat(sites),
         "reasons": report_sites.reasons(sites),
         "sensitivities": report_sites.sensitivities(sites),
-        "stats": report_statistics.statistics(d, sites),
+        "stats": stats,
+        "sections": _sections(stats),
+        "positions": report_beyond.with_parts(_rows(d, "by_position")),
+        "distributions": report_beyond.with_parts(_rows(d, "by_distribution")),
+        "worst": report_beyond.worst(_rows(d, "worst_tokens")),
+        "generation": report_beyond.generation(d.get("generation")),
+        "request_text": _json(_at(d, "provenance", "request")),
+        "policy": Markup(policy().replace('"', "&quot;")),
+        "script": Markup(script()),
         "versions": _versions(_at(d, "provenance", "versions") or {}),
         "confidence": units.share(confidence, 2),
         "basis": _at(d, "hardware", "basis") or "unlabelled",
     }
+
+
+def _sections(stats: Json | None) -> list[tuple[str, str]]:
+    """Return id and name of each section that is there."""
+    without = set() if stats else {"statistics"}
+    if not (stats or {}).get("attention"):
+        without.add("attention")
+    return [(i, name) for i, name in _SECTIONS if i not in without]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False)
 
 
 def _clean(value: Any) -> Any:

@@ -295,6 +295,11 @@ def example_document(layers: int = 30) -> dict[str, Any]:
                 if c["component"] in NATS
             ],
         },
+        "stability": STABILITY,
+        "by_position": BY_POSITION,
+        "by_distribution": BY_DISTRIBUTION,
+        "worst_tokens": WORST_TOKENS,
+        "generation": GENERATION,
         "limits": [
             "KL is estimated on 2,048 tokens; rare tokens are not represented.",
             "Sensitivities are second-order estimates; whole stacks are measured.",
@@ -303,8 +308,9 @@ def example_document(layers: int = 30) -> dict[str, Any]:
         "provenance": {
             "versions": {"precision": "0.1.0", "torch": "2.13.0", "numpy": "2.4.1"},
             "seed": 0,
-            "reproduce": "precision optimize smollm2-135m --hardware h100 --sla 366us "
-            "--data web_text --seed 0",
+            "code_sha256": "9c56cc51b374c3ba189210d5b6d4bf57790d351c96c47c02190ecf1e430635ab",
+            "request": {"model": "smollm2-135m", "hardware": "h100"},
+            "reproduce": "precision reproduce report.json",
         },
     }
 
@@ -370,4 +376,101 @@ HARDWARE = {
         "total_bytes": 220_000_000,
     },
     "notes": ["Dense peaks of the data sheet; real kernels reach less."],
+}
+STABILITY = {
+    "saturated": 1.2e-6,
+    "fallback": 0.0025,
+    "fallback_at_most": 0.0131,
+    "p99_token_kl_nats": 0.031,
+    "worst_token_kl_nats": 0.41,
+    "pays_up_to": {"per_token": 0.35, "first_token": 0.005},
+    "narrow_sites": 61,
+    "components": [
+        {
+            "component": "attn_qkv",
+            "sites": 28,
+            **{
+                share: {
+                    "median": 0.001 * n,
+                    "largest": 0.0021 * n,
+                    "site": "layers.7.attn_qkv",
+                    "choice": "fp8_e4m3",
+                }
+                for n, share in enumerate(("saturated", "flushed", "collapsed"))
+            },
+        }
+    ],
+}
+BY_POSITION = [
+    {
+        "from": start,
+        "to": stop,
+        "tokens": 256,
+        "kl_nats": interval(kl, 0.2),
+        "top1_agreement": interval_to_one(0.93, 0.02),
+        "worst_token_kl_nats": 20 * kl,
+        "source": source,
+    }
+    for start, stop, kl, source in (
+        (0, 31, 0.0043, "held-out sequences"),
+        (32, 63, 0.0039, "held-out sequences"),
+        (64, 255, 0.0037, "held-out sequences"),
+        (256, 639, 0.0048, "one long sequence"),
+    )
+]
+BY_DISTRIBUTION = [
+    {
+        "distribution": name,
+        "tokens": tokens,
+        "kl_nats": interval(kl, 0.2),
+        "top1_agreement": interval_to_one(0.93, 0.02),
+        "worst_token_kl_nats": 20 * kl,
+        "p99_token_kl_nats": 8 * kl,
+    }
+    for name, tokens, kl in (("web_text", 2048, 0.0042), ("code", 128, 0.0057))
+]
+WORST_TOKENS = [
+    {
+        "sequence": 6,
+        "position": 25,
+        "kl_nats": 0.41,
+        "before": "the award-winning stage play by Josep Maria",
+        "next": " Benet",
+        "reference": " Benet",
+        "stack": " de",
+    },
+    {
+        "sequence": 1,
+        "position": 255,
+        "kl_nats": 0.3,
+        "before": "the end of a sequence",
+        "next": None,
+        "reference": ".",
+        "stack": ".",
+    },
+]
+GENERATION = {
+    "prompt_tokens": 32,
+    "new_tokens": 64,
+    "ngram": 4,
+    "continuations": [
+        {
+            "prompt": "The aardvark is a",
+            "same_tokens": 3,
+            "reference": {
+                "text": " medium-sized, burrowing mammal.",
+                "tokens": 9,
+                "repeated": 0.0,
+                "loop": None,
+            },
+            "stack": {
+                "text": " medium-sized mammal. A mammal. A mammal. A mammal.",
+                "tokens": 18,
+                "repeated": 0.61,
+                "loop": {"start": 3, "period": 3},
+            },
+        }
+    ],
+    "repeated": {"reference": 0.0, "stack": 0.61},
+    "loops": {"reference": 0, "stack": 1},
 }

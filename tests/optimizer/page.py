@@ -37,7 +37,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "style":
+        if self.open and self.open[-1] in ("style", "script"):
             return
         data = data.replace("\u00a0", " ")
         self.text[self.section] = self.text.get(self.section, "") + data

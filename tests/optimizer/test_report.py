@@ -52,7 +52,10 @@ def test_what_the_numerics_ran_on_is_said_in_a_line() -> None:
 
 
 def test_sections_come_in_the_order_in_which_a_reviewer_asks(html: str) -> None:
-    order = "asked verdict stack front validation heat reasons sensitivity latency limits coverage provenance"
+    order = (
+        "asked verdict stack front validation heat reasons stability generation latency "
+        "limits provenance sensitivity coverage"
+    )
     assert re.findall(r'<section id="(\w+)"', html) == order.split()
 
 

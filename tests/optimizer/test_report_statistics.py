@@ -129,12 +129,12 @@ def test_bucket_names_are_the_positions_of_the_buckets() -> None:
 
 
 def test_the_top_attention_weight_is_shown_before_and_after(page: Page) -> None:
-    stack = page.row("statistics", "the")
+    stack = page.row("attention", "the")
     assert stack[:5] == ["the chosen stack", "all", "0.5500", "0.4500", "−18.2 %"]
-    e5m2 = page.row("statistics", "fp8_e5m2")
+    e5m2 = page.row("attention", "fp8_e5m2")
     assert e5m2[1:4] == ["attn_softmax", "0.5500", "0.3000"]
     assert e5m2[5] == "1: 0.600 → 0.300"
-    assert page.row("statistics", "fp32")[4] == "0 %"
+    assert page.row("attention", "fp32")[4] == "0 %"
 
 
 def test_collapsed_shares_stand_by_component_and_choice(page: Page) -> None:
