@@ -248,7 +248,7 @@ def delete(session: Session, tenant_id: str, row: RegisteredModel) -> Path | Non
     """
     if row.tenant_id != tenant_id:
         raise InUse(f"{row.name!r} is shared: only the operator can remove it")
-    if job := uses.job_on(session, "model_path", row.path):
+    if job := uses.job_on(session, tenant_id, "model_path", row.path):
         raise InUse(f"job {job} reads this model: wait for its end, or cancel it")
     session.delete(row)
     session.flush()
@@ -263,7 +263,7 @@ def drop_expired(session: Session) -> list[Path]:
     )
     gone: list[Path] = []
     for row in session.scalars(query.limit(PURGED_AT_ONCE)).all():
-        if not uses.job_on(session, "model_path", row.path):
+        if not uses.job_on(session, row.tenant_id, "model_path", row.path):
             session.delete(row)
             gone += [Path(row.path)] if row.uploaded else []
     session.flush()

@@ -130,7 +130,8 @@ def delete(session: Session, row: Dataset) -> Path | None:
 
     Raises InUse while a job reads it.
     """
-    if job := uses.job_on(session, "dataset_path", row.path):
+    job = uses.job_on(session, row.tenant_id, "dataset_path", row.path)
+    if job is not None:
         raise InUse(f"job {job} reads this dataset: wait for its end, or cancel it")
     return _drop(session, row)
 
@@ -139,15 +140,15 @@ def drop_expired(session: Session) -> list[Path]:
     """Delete what has expired and no job reads; return files that nobody needs."""
     query = select(Dataset).where(Dataset.expires_at < now(session))
     rows = session.scalars(query.limit(PURGED_AT_ONCE)).all()
-    unread = [r for r in rows if not uses.job_on(session, "dataset_path", r.path)]
+    unread = [r for r in rows if not _is_read(session, r.tenant_id, r.path)]
     return [path for row in unread if (path := _drop(session, row))]
 
 
 def strays(session: Session) -> Iterable[Path]:
     """Yield files that neither a dataset nor a job that lives has a use for."""
     for path in (settings().data_dir / "datasets").glob("*/*.jsonl"):
-        named = session.scalar(select(Dataset.id).where(Dataset.path == str(path)))
-        if named or uses.job_on(session, "dataset_path", str(path)):
+        tenant_id, text = path.parent.name, str(path)
+        if _is_named(session, tenant_id, text) or _is_read(session, tenant_id, text):
             continue
         if time.time() - path.stat().st_mtime > STRAY_S:
             yield path
@@ -160,8 +161,18 @@ def stored_bytes(session: Session, tenant_id: str) -> int:
 
 
 def _drop(session: Session, row: Dataset) -> Path | None:
-    path = row.path
+    tenant_id, path = row.tenant_id, row.path
     session.delete(row)
     session.flush()
-    other = session.scalar(select(Dataset.id).where(Dataset.path == path))
-    return None if other else Path(path)
+    return None if _is_named(session, tenant_id, path) else Path(path)
+
+
+def _is_named(session: Session, tenant_id: str, path: str) -> bool:
+    query = select(Dataset.id).where(
+        Dataset.tenant_id == tenant_id, Dataset.path == path
+    )
+    return session.scalar(query.limit(1)) is not None
+
+
+def _is_read(session: Session, tenant_id: str, path: str) -> bool:
+    return uses.job_on(session, tenant_id, "dataset_path", path) is not None

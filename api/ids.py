@@ -4,17 +4,28 @@ The 26 are a ULID in lower case: 48 bits of milliseconds, then 80 random bits.
 """
 
 import secrets
+import threading
 import time
 
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford: no i, l, o, u
 LENGTH = 26
 NAME_PATTERN = r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$"  # of what callers name
 PATTERN = rf"[{ALPHABET}]{{{LENGTH}}}"
+RANDOM = 80  # bits
+STEP = 64  # bits of the step between two ids of one millisecond
+
+_lock = threading.Lock()
+_last = 0
 
 
 def new(prefix: str) -> str:
-    """Return e.g. `job_01jc…`: unique, and later ones sort later."""
-    number = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+    """Return e.g. `job_01jc…`: unique, and later ones of this process sort later."""
+    global _last
+    with _lock:
+        number = (time.time_ns() // 1_000_000) << RANDOM | secrets.randbits(RANDOM)
+        if number >> RANDOM == _last >> RANDOM:  # the same millisecond
+            number = _last + 1 + secrets.randbits(STEP)
+        _last = number
     return f"{prefix}_{_encode(number)}"
 
 

@@ -142,7 +142,10 @@ def page(
     state: DeliveryState | None = None,
 ) -> tuple[list[WebhookDelivery], str | None]:
     """Return the newest deliveries to an endpoint, and the cursor of the next page."""
-    query = select(WebhookDelivery).where(WebhookDelivery.endpoint_id == endpoint.id)
+    query = select(WebhookDelivery).where(
+        WebhookDelivery.tenant_id == endpoint.tenant_id,
+        WebhookDelivery.endpoint_id == endpoint.id,
+    )
     if state is not None:
         query = query.where(WebhookDelivery.state == state)
     kind = f"deliveries:{endpoint.id}"
@@ -157,7 +160,12 @@ def replay(
     Raises NotFound, and InvalidState where the endpoint is disabled.
     """
     delivery = _hold(session, tenant_id, delivery_id)
-    endpoint = session.get(WebhookEndpoint, delivery.endpoint_id)
+    endpoint = session.scalar(
+        select(WebhookEndpoint).where(
+            WebhookEndpoint.id == delivery.endpoint_id,
+            WebhookEndpoint.tenant_id == tenant_id,
+        )
+    )
     if endpoint is None or not endpoint.enabled:
         raise InvalidState("the endpoint is disabled; enable it first")
     delivery.state = DeliveryState.PENDING

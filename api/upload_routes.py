@@ -193,9 +193,9 @@ async def _put(
     number: int,
     digest: str | None,
 ) -> Json:
+    part = await run_in_threadpool(_part, caller, kinds, upload_id, number)
     said = _digest(digest)
     _require_plain(request)
-    part = await run_in_threadpool(_part, caller, kinds, upload_id, number)
     target = upload_files.folder(upload_id) / "parts"
     came = await upload_files.receive(request.stream(), target, part.bytes)
     try:

