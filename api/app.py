@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from api import (
+    audit_routes,
     catalog,
     checks,
     db,
@@ -18,6 +19,7 @@ from api import (
     hardware,
     health,
     key_routes,
+    limits,
     listings,
     openapi,
     pages,
@@ -26,14 +28,18 @@ from api import (
     problems,
     results,
     routes,
+    task_routes,
     trials,
     upload_routes,
+    usage,
     webhook_docs,
     webhook_routes,
 )
+from api.cors import Cors
 from api.events import Streams
+from api.guards import Bodies, Doors
 from api.metrics import Metrics, service_version
-from api.middleware import BodyLimit, Envelope
+from api.middleware import Envelope
 from api.rates import Rates
 from api.settings import settings
 from api.versions import Versions
@@ -72,13 +78,11 @@ def create_app() -> FastAPI:
     app.state.watcher = Watcher()
     app.state.streams = Streams()
     problems.install(app)
-    limits = {"/": settings().max_body_bytes}
-    a_part = settings().part_bytes
-    limits["/v1/datasets/"] = max(settings().max_dataset_bytes, a_part)
-    limits["/v1/models/"] = max(limits["/"], a_part)
-    app.add_middleware(BodyLimit, limits=limits)
+    app.add_middleware(Bodies, limits=_body_limits())
     app.add_middleware(Versions)
-    app.add_middleware(Envelope, metrics=app.state.metrics)  # the last is outermost
+    app.add_middleware(Doors)
+    app.add_middleware(Envelope, metrics=app.state.metrics)
+    app.add_middleware(Cors)  # the last is outermost: pages read failures too
     for part in (
         routes,
         results,
@@ -86,10 +90,14 @@ def create_app() -> FastAPI:
         estimate,
         hardware,
         formats,
+        task_routes,
         listings,
         upload_routes,
         key_routes,
         webhook_routes,
+        usage,
+        limits,
+        audit_routes,
         health,
     ):
         app.include_router(part.router)
@@ -99,6 +107,16 @@ def create_app() -> FastAPI:
     webhook_docs.install(app)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     return app
+
+
+def _body_limits() -> dict[str, int]:
+    """Return how many bytes a body may have, by the beginning of the path."""
+    say = settings()
+    return {
+        "/": say.max_body_bytes,
+        "/v1/datasets/": max(say.max_dataset_bytes, say.part_bytes),
+        "/v1/models/": max(say.max_body_bytes, say.part_bytes),
+    }
 
 
 def configure_logging(level: str) -> None:

@@ -1,6 +1,6 @@
 """Who did what: rows that are only added. Every query on them is in this file."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from sqlalchemy import select
@@ -9,6 +9,17 @@ from sqlalchemy.orm import Session
 from api import cursors
 from api.models import AuditEvent
 from api.transitions import now
+
+
+class Wanted(NamedTuple):
+    """Which events a list has. None: it does not matter."""
+
+    action: str | None = None
+    actor: str | None = None
+    target: str | None = None
+
+
+ANY = Wanted()
 
 
 def record(
@@ -39,9 +50,16 @@ def record(
 
 
 def page(
-    session: Session, tenant_id: str, limit: int, after: str | None = None
+    session: Session,
+    tenant_id: str,
+    limit: int,
+    after: str | None = None,
+    wanted: Wanted = ANY,
 ) -> tuple[list[AuditEvent], str | None]:
     """Return the newest events first, and the cursor of the next page."""
     query = select(AuditEvent).where(AuditEvent.tenant_id == tenant_id)
+    for name, value in wanted._asdict().items():
+        if value is not None:
+            query = query.where(getattr(AuditEvent, name) == value)
     kind = f"audit:{tenant_id}"
     return cursors.page(session, query, AuditEvent.id, kind, limit, after)

@@ -1,4 +1,4 @@
-"""What surrounds every request: an id, a log line, a time, a limit, an answer.
+"""What surrounds every request: an id, a log line, a time, an answer.
 
 Plain ASGI, so that streams pass through untouched.
 """
@@ -12,11 +12,19 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import ids, problems, rates, versions
-from api.errors import APIError, BodyTooLarge
+from api.errors import APIError
 from api.metrics import Metrics
 
 REQUEST_ID = re.compile(r"[a-zA-Z0-9._-]{1,128}")
-QUIET = frozenset({"/livez", "/readyz", "/metrics"})  # asked all day long
+QUIET = frozenset({"/livez", "/readyz", "/healthz", "/metrics"})  # asked all day long
+
+SAFE = {  # of every answer that does not say otherwise
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+BY_TLS = "max-age=31536000"  # a year; subdomains are somebody else's
 
 log = structlog.get_logger()
 
@@ -36,7 +44,7 @@ class Envelope:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else ids.new("req")
         scope.setdefault("state", {})["request_id"] = request_id
-        sent = _Sent(send, scope["state"])
+        sent = _Sent(send, scope["state"], scope.get("scheme") == "https")
         began = time.perf_counter()
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
@@ -67,9 +75,10 @@ class Envelope:
 class _Sent:
     """Send, with headers that every answer has, and remember the status; 0: none yet."""
 
-    def __init__(self, send: Send, state: dict[str, Any]) -> None:
+    def __init__(self, send: Send, state: dict[str, Any], by_tls: bool) -> None:
         self.send = send
         self.state = state
+        self.by_tls = by_tls
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
@@ -78,42 +87,10 @@ class _Sent:
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = self.state["request_id"]
             headers["API-Version"] = versions.CURRENT
-            headers.setdefault("X-Content-Type-Options", "nosniff")
-            headers.setdefault("Cache-Control", "no-store")
+            for name, value in SAFE.items():
+                headers.setdefault(name, value)
+            if self.by_tls:
+                headers["Strict-Transport-Security"] = BY_TLS
             if counted := self.state.get("rates"):
                 headers.raw.extend(rates.headers(counted))
         await self.send(message)
-
-
-class BodyLimit:
-    """Refuse a body by its length, or, where it comes in chunks, by counting."""
-
-    def __init__(self, app: ASGIApp, limits: dict[str, int]) -> None:
-        """Take limits in bytes by path prefix; the longest prefix that fits counts."""
-        self.app = app
-        self.limits = sorted(limits.items(), key=lambda item: -len(item[0]))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Raises BodyTooLarge where the body is read."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        limit = next(n for prefix, n in self.limits if scope["path"].startswith(prefix))
-        length = Headers(scope=scope).get("content-length", "")
-        if length.isdigit() and int(length) > limit:
-            refusal = BodyTooLarge(limit)
-            request_id = scope["state"]["request_id"]
-            answer = problems.response(scope["path"], request_id, refusal)
-            await answer(scope, receive, send)
-            return
-        seen = 0
-
-        async def count() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > limit:
-                raise BodyTooLarge(limit)
-            return message
-
-        await self.app(scope, count, send)

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from api.errors import APIError, Invalid, MalformedJson, Unavailable
 
@@ -79,6 +80,12 @@ def response(instance: str, request_id: str, error: APIError) -> JSONResponse:
     return JSONResponse(
         body, error.status, headers=error.headers, media_type=MEDIA_TYPE
     )
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send, error: APIError) -> None:
+    """Answer with a problem, from outside of the routes."""
+    answer = response(scope["path"], scope["state"]["request_id"], error)
+    await answer(scope, receive, send)
 
 
 def _answer(request: Request, error: APIError) -> JSONResponse:

@@ -22,6 +22,7 @@ from api.ids import NAME_PATTERN
 MAX_SLA_S = 3600.0
 MAX_TOKENS = 131_072
 MAX_SECONDS = 30 * 86_400
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata
 
 Word = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
@@ -160,9 +161,9 @@ Task = Annotated[
 DataDistribution = Annotated[
     DataRef, BeforeValidator(_short("name", str), json_schema_input_type=str | DataRef)
 ]
-MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
-MetadataValue = Annotated[str, StringConstraints(max_length=512)]
-Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
+MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=MAX_KEY)]
+MetadataValue = Annotated[str, StringConstraints(max_length=MAX_VALUE)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_PAIRS)]
 
 
 class OptimizeRequest(Body):

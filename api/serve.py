@@ -26,8 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
-
 from api import auth, db, scopes, settings
 from api.client import Client
 from api.errors import Unauthenticated
@@ -264,13 +262,10 @@ def _free_port() -> int:
 
 def run_api(descriptor: int) -> None:
     """Serve HTTP on a socket that the supervisor holds open over our restarts."""
-    config = uvicorn.Config(
-        "api.app:create_app",
-        factory=True,
-        timeout_graceful_shutdown=2,  # open event streams do not end on their own
-    )
+    from api import server  # here, in the child: the supervisor serves nothing
+
     with socket.socket(fileno=descriptor) as listener:
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run([listener], stop_s=2)  # open streams do not end on their own
 
 
 # -- the data directory ----------------------------------------------------------

@@ -53,6 +53,11 @@ Hosts = Annotated[
     NoDecode,
     BeforeValidator(_split_at_commas),
 ]
+Origins = Annotated[
+    list[Annotated[str, Field(pattern=r"^https?://[a-z0-9.-]+(:[0-9]{1,5})?$")]],
+    NoDecode,
+    BeforeValidator(_split_at_commas),
+]
 Ports = Annotated[
     list[Annotated[int, Field(ge=1, le=65535)]],
     NoDecode,
@@ -150,6 +155,9 @@ class Settings(BaseSettings):
     max_body_bytes: Annotated[int, Field(ge=1024, le=64 * MIB)] = Field(
         default=MIB, description="Largest JSON body of a request."
     )
+    max_headers_bytes: Annotated[int, Field(ge=4096, le=MIB)] = Field(
+        default=32 * 1024, description="All headers of a request together."
+    )
     max_dataset_bytes: Annotated[int, Field(ge=1024, le=4096 * MIB)] = Field(
         default=64 * MIB, description="Largest dataset that may be uploaded."
     )
@@ -243,6 +251,27 @@ class Settings(BaseSettings):
     session_s: Seconds = Field(
         default=43_200.0,
         description="Who signed in to the pages stays signed in for this long.",
+    )
+    body_patience_s: Seconds = Field(
+        default=30.0,
+        description="How long headers may take, and a body that does not come.",
+    )
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=0,
+        description="`/metrics` is served at this port alone, by `python -m "
+        "api.server`. 0: beside the API.",
+    )
+    allowed_hosts: Words = Field(
+        default_factory=list,
+        description="Names that requests may call the service by, separated by commas; "
+        "`*.example.com` stands for every name under it. Others are answered 400. "
+        "Empty: any.",
+    )
+    cors_origins: Origins = Field(
+        default_factory=list,
+        description="Origins whose pages may call the API from a browser, exactly as "
+        "browsers send them, separated by commas: `https://portal.example.com`. Keys "
+        "go in `Authorization`; cookies are not taken from other origins.",
     )
     webhook_allow: Hosts = Field(
         default_factory=list,

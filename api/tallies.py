@@ -85,7 +85,7 @@ def _times(
     until: ColumnElement[Any] | Any,
     bounds_s: Sequence[float],
 ) -> Times:
-    took_s = _seconds(session, since, until)
+    took_s = seconds(session, since, until)
     within = [func.sum(case((took_s <= bound, 1), else_=0)) for bound in bounds_s]
     both = and_(since.is_not(None), until.is_not(None))
     row = session.execute(select(func.count(), func.sum(took_s), *within).where(both))
@@ -93,7 +93,8 @@ def _times(
     return Times(tuple(int(n or 0) for n in at_most), int(count), float(total_s or 0))
 
 
-def _seconds(session: Session, since: Any, until: Any) -> ColumnElement[float]:
+def seconds(session: Session, since: Any, until: Any) -> ColumnElement[float]:
+    """Return the seconds between two columns; null where one is."""
     if session.get_bind().dialect.name == "postgresql":
         return cast(func.extract("epoch", until - since), Double)
     return (func.julianday(until) - func.julianday(since)) * 86_400.0

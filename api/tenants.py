@@ -26,6 +26,11 @@ def find(session: Session, name: str) -> Tenant | None:
     return session.scalar(select(Tenant).where(Tenant.name == name))
 
 
+def one(session: Session, tenant_id: str) -> Tenant:
+    """Return the tenant of this id, which somebody's key or token named."""
+    return session.scalars(select(Tenant).where(Tenant.id == tenant_id)).one()
+
+
 def lock(session: Session, tenant_id: str) -> Tenant:
     """Return the tenant; who locks the same one waits until this transaction ends."""
     query = select(Tenant).where(Tenant.id == tenant_id).with_for_update()

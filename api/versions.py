@@ -23,6 +23,4 @@ class Versions:
             await self.app(scope, receive, send)
             return
         refusal = UnknownVersion(asked, CURRENT)
-        request_id = scope["state"]["request_id"]
-        answer = problems.response(scope["path"], request_id, refusal)
-        await answer(scope, receive, send)
+        await problems.refuse(scope, receive, send, refusal)

@@ -20,5 +20,4 @@ USER 10001
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=3s --start-period=15s CMD \
   ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/livez', timeout=2)"]
-CMD ["uvicorn", "--factory", "api.app:create_app", "--host", "0.0.0.0", "--port", "8080", \
-     "--proxy-headers", "--no-server-header", "--timeout-graceful-shutdown", "20"]
+CMD ["python", "-m", "api.server", "--host", "0.0.0.0", "--port", "8080", "--proxied"]
