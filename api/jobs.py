@@ -208,13 +208,18 @@ def warn(session: Session, claim: Claim, code: str, message: str) -> bool:
 
 
 def finalize(session: Session, claim: Claim) -> bool:
-    """Enter the last stretch: artifacts are being stored. False: the claim is void."""
+    """Enter the last stretch: artifacts are being stored. False: the claim is void.
+
+    Safe to call twice: who was not told of the first call's commit calls again.
+    """
     at = now(session)
     running = holds(claim, Status.RUNNING)
     event: Event = ("job.finalizing", {})
     changes = {"finalizing_at": at, "lease_expires_at": lease(at)}
-    status = Status.FINALIZING
-    return move(session, running, at, [event], status=status, **changes) is not None
+    if move(session, running, at, [event], status=Status.FINALIZING, **changes):
+        return True
+    entered = select(Job.id).where(holds(claim, Status.FINALIZING))
+    return session.scalar(entered) is not None
 
 
 def succeed(

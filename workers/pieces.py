@@ -7,31 +7,22 @@ keys that only jobs on the same model ever ask for.
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
-
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.orm import Session
 
 from api import pieces as rows, queue
-from api.db import reading, transaction
 from api.pieces import PieceClaim
 from api.transitions import Claim
 from optimizer.errors import Cancelled
 from optimizer.pieces import Piece
 from optimizer.spec import OptimizeSpec
 from workers.beat import HelpersBeat, Pulse
+from workers.patience import insist, look
 
 logger = logging.getLogger(__name__)
 
-TRIES = 5  # 0.5 + 1 + 2 + 4 s: within the lease, the claim is still ours
 TOO_LONG = "TooLong"  # of a result: it is kept nowhere
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -49,13 +40,13 @@ class Bench:
     def read(self, keys: Collection[str]) -> dict[str, str]:
         """Return the JSON text of each key that is kept."""
         own = {self.own(key): key for key in keys}
-        found = _insist(lambda session: rows.read(session, self.tenant_id, own))
+        found = insist(lambda session: rows.read(session, self.tenant_id, own))
         return {own[key]: text for key, text in found.items()}
 
     def keep(self, piece: Piece, text: str) -> None:
         """Keep a result."""
         mine = replace(piece, key=self.own(piece.key))
-        _insist(lambda session: rows.keep(session, self.tenant_id, mine, text))
+        insist(lambda session: rows.keep(session, self.tenant_id, mine, text))
 
     def finish(self, key: str, text: str | None) -> None:
         """Keep a piece's result, whoever has the piece by now. None: it is too long.
@@ -65,9 +56,9 @@ class Bench:
         claim = self.held.pop(key)
         self._now_computes()
         if text is None:
-            _insist(lambda session: rows.fail(session, claim, TOO_LONG))
+            insist(lambda session: rows.fail(session, claim, TOO_LONG))
         else:
-            _insist(lambda session: rows.finish(session, claim, text))
+            insist(lambda session: rows.finish(session, claim, text))
         self.finished += 1
 
     def own(self, key: str) -> str:
@@ -99,7 +90,7 @@ class JobsBench(Bench):
     def add(self, pieces: Sequence[Piece]) -> None:
         """Have these computed. Raises Cancelled where the job is not ours any more."""
         mine = [replace(piece, key=self.own(piece.key)) for piece in pieces]
-        if not _insist(lambda session: rows.add(session, self.job, mine)):
+        if not insist(lambda session: rows.add(session, self.job, mine)):
             raise Cancelled(f"job {self.job_id} is another worker's, or stopping")
         if len(pieces) > 1:
             queue.ring_for_help(self.job_id, self.job.spec.hardware)
@@ -108,7 +99,7 @@ class JobsBench(Bench):
         """Take one of these pieces that nobody computes. None: others have all."""
         self.beat.check()
         own = {self.own(key): key for key in keys}
-        claim = _insist(
+        claim = insist(
             lambda session: rows.claim_own(session, self.job, own, self.worker)
         )
         if claim is None:
@@ -120,12 +111,12 @@ class JobsBench(Bench):
     def underway(self, keys: Collection[str]) -> bool:
         """Return whether one of these is still to be done."""
         own = [self.own(key) for key in keys]
-        return _look(lambda session: rows.underway(session, self.job_id, own))
+        return look(lambda session: rows.underway(session, self.job_id, own))
 
     def drop(self, keys: Collection[str]) -> None:
         """Take these away: their results were read."""
         own = [self.own(key) for key in keys]
-        if not _insist(lambda session: rows.drop(session, self.job, own)):
+        if not insist(lambda session: rows.drop(session, self.job, own)):
             raise Cancelled(f"job {self.job_id} is another worker's")
 
 
@@ -136,9 +127,9 @@ class HelpersBench(Bench):
     def next(self) -> Piece | bool:
         """Take a piece. True: there may be one soon; False: go."""
         self.beat.check()
-        claim = _insist(lambda session: rows.claim(session, self.job_id, self.worker))
+        claim = insist(lambda session: rows.claim(session, self.job_id, self.worker))
         if claim is None:
-            return _look(lambda session: rows.stay(session, self.job_id))
+            return look(lambda session: rows.stay(session, self.job_id))
         self._take(claim.piece.key, claim)
         return claim.piece
 
@@ -146,7 +137,7 @@ class HelpersBench(Bench):
         """Leave what is held to the job's own worker."""
         with_error = partial(rows.fail, error=error)
         for claim in self.held.values():
-            _insist(partial(with_error, claim=claim))
+            insist(partial(with_error, claim=claim))
 
 
 Computing = Callable[[OptimizeSpec, HelpersBench], object]
@@ -159,11 +150,11 @@ def assist(job_id: str, worker: str, computing: Computing) -> int:
     Safe to call twice: where no piece waits, nothing is loaded. No piece is held
     while the model loads: the others do not wait for that.
     """
-    found = _look(lambda session: rows.waiting(session, job_id))
+    found = look(lambda session: rows.waiting(session, job_id))
     if found == 0:
         logger.info("job %s needs no help", job_id)
         return 0
-    tenant_id, spec = _look(lambda session: rows.owner(session, job_id))
+    tenant_id, spec = look(lambda session: rows.owner(session, job_id))
     if found > 1:
         queue.ring_for_help(job_id, spec.hardware)  # whoever hears it rings on
     with HelpersBeat(job_id) as beat:
@@ -177,27 +168,3 @@ def assist(job_id: str, worker: str, computing: Computing) -> int:
             # The message may hold the owner's data.
             bench.leave(getattr(error, "name", type(error).__name__))
     return bench.finished
-
-
-def _insist(write: Callable[[Session], T]) -> T:
-    """Return what a transaction does, also where the database is away for a moment."""
-    return _patiently(transaction, write)
-
-
-def _look(read: Callable[[Session], T]) -> T:
-    """Return what is read, also where the database is away for a moment."""
-    return _patiently(reading, read)
-
-
-def _patiently(
-    opened: Callable[[], AbstractContextManager[Session]], act: Callable[[Session], T]
-) -> T:
-    for attempt in range(1, TRIES):
-        try:
-            with opened() as session:
-                return act(session)
-        except OperationalError:
-            logger.warning("the database does not answer; trying again")
-            time.sleep(0.25 * 2**attempt)
-    with opened() as session:
-        return act(session)

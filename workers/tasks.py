@@ -14,7 +14,6 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from api import jobs, storage, sweeps
-from api.db import transaction
 from api.queue import RUN_JOB, RUN_PIECES
 from api.transitions import Claim
 from optimizer.errors import Cancelled
@@ -24,6 +23,7 @@ from workers.app import app, queues, ring_for_next
 from workers.beat import Beat, Overdue, Progress
 from workers.channel import Garbled
 from workers.messages import Done
+from workers.patience import insist
 from workers.pieces import HelpersBench, JobsBench, assist
 from workers.relay import Crashed, Refused
 from workers.watch import OutOfMemory, TooMany
@@ -55,7 +55,6 @@ TAKEN_OVER = {
     "the operator's log has the details",
 }
 MOST_FILES = 4096  # that a job may leave
-CLOSE_TRIES = 6  # 0.5 + 1 + 2 + 4 + 8 s: within the lease, the row is still ours
 
 
 @app.task(name=RUN_JOB)
@@ -64,8 +63,7 @@ def run_job(job_id: str) -> None:
 
     Safe to call twice: the second finds it taken.
     """
-    with transaction() as session:
-        claim = jobs.claim_next(session, _name(), queues())
+    claim = insist(lambda session: jobs.claim_next(session, _name(), queues()))
     if claim is None:
         logger.info("job %s is taken, finished, or has to wait", job_id)
         return
@@ -84,7 +82,7 @@ def _run(claim: Claim, beat: Beat) -> None:
         _compute(claim, meter, beat)
     except Cancelled:
         _close(claim, lambda session: False)
-    except Crashed:
+    except (Crashed, OperationalError):  # the latter: away for longer than we wait
         logger.exception("job %s lost its process in %s", claim.job_id, meter.phase)
         _close(claim, lambda session: sweeps.lost(session, claim))
     except Exception as error:
@@ -155,8 +153,8 @@ def _compute(claim: Claim, meter: Meter, beat: Beat) -> None:
     except OutOfMemory as error:
         logger.warning("job %s is run again with less: %s", claim.job_id, error)
         said = f"memory ran out in {meter.phase}; the job is run again, in less"
-        with transaction() as session:
-            jobs.warn(session, claim, "run_with_less_memory", said)
+        warning = ("run_with_less_memory", said)
+        insist(lambda session: jobs.warn(session, claim, *warning))
         _attempt(claim, meter, beat, sparing=True)
 
 
@@ -185,9 +183,8 @@ def _finalize(claim: Claim, done: Done, folder: Workdir) -> None:
     if done.outcome is None:
         raise Garbled("a job has an outcome")
     outcome, summary = done.outcome, done.summary
-    with transaction() as session:
-        if not jobs.finalize(session, claim):
-            raise Cancelled
+    if not insist(lambda session: jobs.finalize(session, claim)):
+        raise Cancelled
     artifacts = [
         storage.put_file(claim.job_id, claim.attempt, name, path)
         for name, path in left(folder.output)
@@ -222,14 +219,9 @@ def _close(claim: Claim, end: Callable[[Session], bool]) -> None:
 
     Nothing is written where the claim is void.
     """
-    for attempt in range(1, CLOSE_TRIES + 1):
-        try:
-            with transaction() as session:
-                if not end(session):
-                    jobs.cancelled(session, claim)
-            return
-        except OperationalError:
-            if attempt == CLOSE_TRIES:
-                raise
-            logger.warning("job %s: could not be closed yet", claim.job_id)
-            time.sleep(0.25 * 2**attempt)
+
+    def write(session: Session) -> None:
+        if not end(session):
+            jobs.cancelled(session, claim)
+
+    insist(write)

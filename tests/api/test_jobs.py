@@ -87,6 +87,7 @@ def test_the_whole_life(tenant: str, job_id: str) -> None:
         assert jobs.progress(session, claim, "sweep", 40.0, 12.0) is Signal.OK
     with transaction() as session:
         assert jobs.finalize(session, claim)
+        assert jobs.finalize(session, claim)  # as who was not told of the commit does
     report = Stored("report.json", "a" * 64, 2, "application/json")
     with transaction() as session:
         assert jobs.succeed(session, claim, "sla_met", {"x": 1}, [report])

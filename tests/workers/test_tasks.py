@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from api import auth, db, jobs, queue, storage
 from api.models import Artifact, Job, JobEvent, Status
@@ -20,7 +21,7 @@ from optimizer.pieces import Pieces
 from optimizer.spec import OptimizeSpec
 from tests.optimizer.example_document import example_document
 from tests.workers import in_thread
-from workers import app, outputs, tasks
+from workers import app, outputs, patience, tasks
 from workers.beat import Beat, Progress
 from workers.tasks import Meter, run_job
 
@@ -194,6 +195,23 @@ class OutOfMemoryError(RuntimeError):
 )
 def test_memory_that_ran_out_is_named(error: BaseException) -> None:
     assert tasks.explain(error, "sweep")["code"] == "device_out_of_memory"
+
+
+def test_a_database_that_stays_away_costs_an_attempt_and_not_the_job(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> bool:
+        raise OperationalError("UPDATE", None, Exception("connection refused"))
+
+    optimizer(lambda spec, progress, pieces: DOCUMENT)
+    monkeypatch.setattr(patience, "TRIES", 1)
+    with monkeypatch.context() as outage:
+        outage.setattr(jobs, "finalize", away)
+        job_id = submit()
+        run_job(job_id)
+    assert (read(job_id).status, read(job_id).attempts_lost) == (Status.QUEUED, 1)
+    run_job(job_id)
+    assert read(job_id).status is Status.SUCCEEDED
 
 
 def test_a_report_that_is_not_json_is_no_success(optimizer: Any) -> None:
