@@ -124,6 +124,11 @@ class Settings(BaseSettings):
     sweep_s: Seconds = Field(
         default=5.0, description="How often lost jobs are looked for and queued again."
     )
+    heartbeat_file: File = Field(
+        default=None,
+        description="File that a worker touches with every sweep, for a liveness probe "
+        "that asks no broker. Empty: none.",
+    )
     cancel_limit_s: Seconds = Field(
         default=60.0,
         description="A job that is still stopping after this time is cut off.",

@@ -128,13 +128,29 @@ def test_workers_are_counted_by_rows_of_states_that_there_are() -> None:
     assert states == {status.value for status in Status if status not in FINAL}
 
 
-@pytest.mark.parametrize("path", ["compose.yaml", "kubernetes/10-settings.yaml"])
-def test_settings_that_are_set_exist(path: str) -> None:
-    set_there = set(
-        re.findall(r"^ *(PRECISION_\w+):", (DEPLOY / path).read_text(), re.M)
-    )
-    assert set_there
-    assert set_there <= SETTINGS, set_there - SETTINGS
+# Of compose.yaml alone: where the machine's weights lie, and its port.
+OF_COMPOSE = {"PRECISION_WEIGHTS", "PRECISION_PORT"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for p in DEPLOY.rglob("*") if p.suffix in (".yaml", ".Dockerfile", ".md")),
+    ids=lambda path: str(path.relative_to(DEPLOY)),
+)
+def test_settings_that_are_named_exist(path: Path) -> None:
+    named_there = set(re.findall(r"PRECISION_[A-Z_]*[A-Z]", path.read_text("utf-8")))
+    assert named_there <= SETTINGS | OF_COMPOSE, named_there - SETTINGS
+
+
+def test_workers_are_probed_by_the_file_that_they_touch() -> None:
+    worker = named("Deployment", "precision-worker-h100")["spec"]["template"]["spec"]
+    (container,) = worker["containers"]
+    (file,) = [
+        e["value"] for e in container["env"] if e["name"] == "PRECISION_HEARTBEAT_FILE"
+    ]
+    assert file in container["livenessProbe"]["exec"]["command"][-1]
+    image = (DEPLOY / "worker.Dockerfile").read_text()
+    assert image.count(file) == 2  # the setting, and the health check
 
 
 def test_compose_waits_for_what_it_needs() -> None:

@@ -5,10 +5,8 @@ parent never loads torch: a fork or a second job must not find an accelerator in
 """
 
 import logging
-import math
 import os
 import threading
-import time
 from typing import Any
 
 import celery
@@ -128,7 +126,8 @@ def prepare_child(**_: Any) -> None:
 @worker_ready.connect
 def start_sweeper(**_: Any) -> None:
     """Sweep at once, for what was queued before we started, and from then on."""
-    threading.Thread(target=_sweep_forever, name="sweeper", daemon=True).start()
+    for name, run in (("sweeper", _sweep_forever), ("upkeep", _tidy_forever)):
+        threading.Thread(target=run, name=name, daemon=True).start()
     postman.start()
 
 
@@ -166,13 +165,29 @@ def ring_for_next() -> None:
 
 
 def _sweep_forever() -> None:
-    pause, tidied_at = threading.Event(), -math.inf
+    pause = threading.Event()
     while True:
         try:
             sweep()
-            if time.monotonic() - tidied_at > upkeep.EVERY_S:
-                tidied_at = time.monotonic()
-                upkeep.tidy()
         except Exception:  # a database that is away comes back; so must the sweep
             logger.exception("the sweep failed; it will be tried again")
+        show_life()
         pause.wait(settings().sweep_s)
+
+
+def show_life() -> None:
+    """Touch the file of the settings: this process lives, whoever else is away."""
+    file = settings().heartbeat_file
+    if file is None:
+        return
+    try:
+        file.touch()
+    except OSError as error:
+        logger.error("%s cannot be touched: %s", file, error.strerror)
+
+
+def _tidy_forever() -> None:
+    pause = threading.Event()
+    while True:
+        upkeep.tidy()
+        pause.wait(upkeep.EVERY_S)
