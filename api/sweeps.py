@@ -7,7 +7,7 @@ Many sweeps may run at once: each row is moved by one of them. Callers commit
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, delete, exists, select
+from sqlalchemy import ColumnElement, and_, delete, exists, select, update
 from sqlalchemy.orm import Session
 
 from api import turns
@@ -38,6 +38,7 @@ WORKER_LOST = {
 def sweep(session: Session) -> None:
     """Queue again, or end, what stopped beating, stopping or waiting in time."""
     at = now(session)
+    _name_devices(session)
     overdue = and_(Job.status.in_(HELD), Job.lease_expires_at < at)
     for job in _some(session, overdue):
         _give_up(session, job, at, and_(same(job), Job.lease_expires_at < at))
@@ -47,6 +48,13 @@ def sweep(session: Session) -> None:
         _end(session, job, Status.CANCELLED, at)
     for job in _some(session, and_(Job.status == Status.QUEUED, turns.late(at))):
         _end(session, job, Status.EXPIRED, at)
+
+
+def _name_devices(session: Session) -> None:
+    """Say in the row what versions before 0003 say in the specification alone."""
+    blank = and_(Job.status == Status.QUEUED, Job.hardware == "")
+    named = update(Job).where(blank).values(hardware=Job.spec["hardware"].as_string())
+    session.execute(named.execution_options(synchronize_session=False))
 
 
 def lost(session: Session, claim: Claim) -> bool:
