@@ -1,9 +1,11 @@
 """What stands in the place of the numerics where a fault is about the queue alone.
 
 It has the phases, the pieces and the report of the real one, and takes no torch: the
-seed of a job says how many tenths of a second it takes.
+seed of a job says how many tenths of a second it takes, or that it is poison.
 """
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from tests.optimizer.example_document import example_document
 PHASES = ("load", "calibrate", "sweep", "search", "validate", "report")
 STEPS = 4  # of a phase
 PIECES = 3
+ENDS, IS_KILLED = 10_001, 10_002  # seeds: the process ends, the kernel ends it
 
 Told = Callable[..., None]
 
@@ -25,11 +28,23 @@ def optimize(spec: OptimizeSpec, progress: Told, pieces: Pieces, _: object) -> A
     """Take the time that the seed says, and return a report of the usual form."""
     for phase in PHASES:
         if phase == "sweep":
+            _take_poison(spec.seed)
             pieces.run(list(_pieces(spec)), compute, lambda done, of: None)
         for step in range(STEPS):
             progress(phase, step / STEPS, "")
-            time.sleep(spec.seed / 10 / STEPS / len(PHASES))
+            time.sleep(_tenths(spec.seed) / 10 / STEPS / len(PHASES))
     return example_document(layers=2)
+
+
+def _tenths(seed: int) -> int:
+    return 0 if seed in (ENDS, IS_KILLED) else seed
+
+
+def _take_poison(seed: int) -> None:
+    if seed == ENDS:
+        os._exit(3)
+    if seed == IS_KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _pieces(spec: OptimizeSpec) -> Iterator[Piece]:

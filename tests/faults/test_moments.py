@@ -2,20 +2,18 @@
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import text, update
+from sqlalchemy import update
 
 from api import db, pieces, queue, storage, sweeps
 from api.models import HELD, Job, JobPiece, Status
 from tests.faults import worker
 from tests.faults.conftest import submit
 from tests.faults.ends import ended, no_pieces_are_left, status, trail
+from tests.faults.outages import outages
 from tests.service import eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.slow, pytest.mark.usefixtures("patient")]
@@ -124,42 +122,9 @@ def test_a_disk_that_is_full_fails_the_job_and_leaves_no_file() -> None:
         storage.store().read(storage.key(job_id, 1, "report.json"))
 
 
-@contextmanager
-def outages(database: str) -> Iterator[None]:
-    """The database is away again and again while the block runs."""
-    over = threading.Event()
-    away = _cut if database == "postgres" else _lock
-
-    def again() -> None:
-        while not over.wait(0.3):
-            away()
-
-    thread = threading.Thread(target=again)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _cut() -> None:
-    others = text(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-    )
-    with db.engine().connect() as connection:
-        connection.execute(others)
-
-
-def _lock() -> None:
-    with db.transaction():
-        time.sleep(1.0)
-
-
-def test_a_database_that_comes_and_goes_costs_no_attempt(patient: str) -> None:
+def test_a_database_that_comes_and_goes_costs_no_attempt() -> None:
     job_id = submit(tenth_s=30)
-    with outages(patient):
+    with outages():
         worker.finish(process := worker.start())
     assert process.exitcode == 0, trail(job_id)
     end = ended(job_id)

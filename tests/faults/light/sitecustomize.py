@@ -3,13 +3,16 @@
 * The processes that compute take `numerics` for what takes torch.
 * The clocks of workers are an hour ahead.
 * Redis gives a message out again after a second, as it does where a job is longer than
-  the visibility timeout.
-* The API dies between commit and ring, once, where a file asks for it.
+  the visibility timeout, while there is a file `forget` in the data folder.
+* The API dies between commit and ring, once, where a file `die` asks for it.
 """
 
+import os
+import signal
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 
 AHEAD_S = 3600.0
@@ -17,17 +20,16 @@ COMMAND = " ".join(sys.orig_argv)
 
 
 class StandIns(MetaPathFinder, Loader):
-    """Finds modules that are made here."""
+    """Finds modules that are made by `numerics`, which is loaded before the walls."""
+
+    def __init__(self, numerics) -> None:  # type: ignore[no-untyped-def]
+        self._numerics = numerics
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        from tests.faults import numerics
-
-        return ModuleSpec(name, self) if name in numerics.STAND_INS else None
+        return ModuleSpec(name, self) if name in self._numerics.STAND_INS else None
 
     def exec_module(self, module: ModuleType) -> None:
-        from tests.faults import numerics
-
-        numerics.fill(module)
+        self._numerics.fill(module)
 
 
 class Afterwards(MetaPathFinder):
@@ -48,23 +50,27 @@ class Afterwards(MetaPathFinder):
         return spec
 
 
+def asked(name: str) -> Path:
+    """Return the file by which a test asks for something."""
+    return Path(os.environ["PRECISION_DATA_DIR"]) / name
+
+
 def forgetful(module: ModuleType) -> None:
-    """Have Redis give messages out again that are a second old."""
-    module.QoS.visibility_timeout = 1.0  # type: ignore[attr-defined]
+    """Have Redis give messages out again that are a second old, if asked to."""
+    module.QoS.visibility_timeout = property(  # type: ignore[attr-defined]
+        lambda self: 1.0 if asked("forget").exists() else 3600.0
+    )
+    module.Channel.unacked_restore_interval = 1  # type: ignore[attr-defined]
+    module.Channel.unacked_restore_throttle = 1  # type: ignore[attr-defined]
 
 
 def mortal(module: ModuleType) -> None:
     """Have the API die before its next bell, where the file `die` says so."""
-    import os
-    import signal
-    from pathlib import Path
-
     ring = module.ring  # type: ignore[attr-defined]
 
     def ring_or_die(job_id: str, hardware: str = "") -> None:
-        flag = Path(os.environ["PRECISION_DATA_DIR"]) / "die"
-        if flag.exists():
-            flag.unlink()
+        if asked("die").exists():
+            asked("die").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         ring(job_id, hardware)
 
@@ -95,7 +101,9 @@ def skew() -> None:
 CHANGES = {"kombu.transport.redis": forgetful, "api.queue": mortal}
 
 if "workers.child" in COMMAND:
-    sys.meta_path.insert(0, StandIns())
+    from tests.faults import numerics
+
+    sys.meta_path.insert(0, StandIns(numerics))
 elif "celery" in COMMAND or "spawn_main" in COMMAND:
     skew()
     del CHANGES["api.queue"]
