@@ -69,6 +69,7 @@ class Ask:
     distribution: str | None
     workload: dict[str, int]
     rounding: str | None
+    exports: list[str] | None
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body; what was not said is left to the service."""
@@ -89,6 +90,7 @@ class Ask:
             "data_distribution": self.distribution,
             "workload": self.workload or None,
             "search": {"rounding": self.rounding} if self.rounding else None,
+            "exports": self.exports,
         }
         return {name: value for name, value in said.items() if value is not None}
 
@@ -120,6 +122,14 @@ def optimize(
     rounding: Annotated[
         str | None,
         typer.Option(help="Of FP8 weights: nearest, or compensated (GPTQ, slower)."),
+    ] = None,
+    exports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--export",
+            help="compressed_tensors (what vLLM loads), transformer_engine or torchao; "
+            "again for several. All where none is named.",
+        ),
     ] = None,
     wait: Annotated[bool, typer.Option(help="Wait for the result.")] = True,
     to: Annotated[
@@ -157,6 +167,7 @@ def optimize(
             distribution=_distribution(client, distribution),
             workload={k: n for k, n in workload.items() if n is not None},
             rounding=rounding,
+            exports=exports or None,
         )
         job = _created(client, ask, here=url is None)
         if wait:

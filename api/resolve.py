@@ -15,6 +15,7 @@ from optimizer.errors import HardwareError, ModelError
 from optimizer.hardware import DEVICES, LOCAL, closest, device
 from optimizer.spec import (
     ENGINES,
+    EXPORTS,
     ROUNDINGS,
     SWEPT_FORMATS,
     TASKS,
@@ -39,6 +40,7 @@ class Named:
     workload: Workload
     latency_sla: LatencySla
     rounding: str
+    exports: tuple[str, ...]
     data_distribution: str
     dataset_path: str | None  # None: built in
 
@@ -58,6 +60,7 @@ def names(session: Session, tenant_id: str, request: OptimizeRequest) -> Named:
         workload=_workload(request.workload, task),
         latency_sla=LatencySla.at(**sla.model_dump()) if sla else LatencySla(),
         rounding=_known("/search/rounding", "rounding", rounding, ROUNDINGS),
+        exports=_exports(request.exports),
         data_distribution=name,
         dataset_path=data_path,
     )
@@ -88,6 +91,7 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
         sequence_tokens=data.sequence_tokens,
         max_memory_bytes=request.max_memory_bytes,
         seed=data.seed,
+        exports=named.exports,
     )
 
 
@@ -151,6 +155,12 @@ def _require_some(formats: Sequence[str], hardware: str, engine: str) -> None:
         f"it has {', '.join(usable)}"
     )
     raise Invalid("/search/formats", detail, "unsupported_precision", usable)
+
+
+def _exports(names: Sequence[str] | None) -> tuple[str, ...]:
+    for index, name in enumerate(names or ()):
+        _known(f"/exports/{index}", "export", name, EXPORTS)
+    return EXPORTS if names is None else tuple(dict.fromkeys(names))
 
 
 def _workload(body: WorkloadBody, task: str) -> Workload:

@@ -169,6 +169,9 @@ Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_PAIR
 class OptimizeRequest(Body):
     """Body of POST /v1/optimize. Only `model` and `hardware` are required.
 
+    `exports` says what the job leaves beside report and stack.json: a checkpoint for
+    vLLM (`compressed_tensors`), a module plan for `transformer_engine`, a configuration
+    for `torchao`; all of them where it is left out.
     A job of a higher `priority` starts before the tenant's others; one that has not
     started after `expires_in` seconds expires.
     """
@@ -195,6 +198,7 @@ class OptimizeRequest(Body):
     data_distribution: DataDistribution = DataRef(name="web_text")
     search: Search = Search()
     engine: Word | None = None
+    exports: Annotated[list[Word], Field(max_length=16)] | None = None
     max_memory_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] = 0
     expires_in: Annotated[int, Field(ge=1, le=MAX_SECONDS)] | None = None

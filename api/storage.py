@@ -4,6 +4,7 @@ A key is a path inside the storage, as `artifacts/job_…/1/report.json`. Artifa
 attempt have a folder of their own, and are nobody's until `jobs.succeed` publishes them.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -45,6 +46,9 @@ class Store(Protocol):
 
     def put(self, key: str, source: Path) -> None:
         """Store a file, whole or not at all, without holding it in memory."""
+
+    def take(self, key: str, source: Path) -> None:
+        """Store a file that nobody else has, whole or not at all; it may be moved."""
 
     def read(self, key: str) -> bytes:
         """Return all bytes."""
@@ -103,12 +107,13 @@ def put(
 def put_file(
     job_id: str, attempt: int, name: str, source: Path, kind: str = "file"
 ) -> Stored:
-    """Store a file as an artifact; see `put`."""
+    """Store a file that nobody else has as an artifact; see `put`. It may be moved."""
     place = key(job_id, attempt, name)
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    store().put(place, source)
-    return Stored(name, digest, source.stat().st_size, media_type(name), kind)
+    size = source.stat().st_size
+    store().take(place, source)
+    return Stored(name, digest, size, media_type(name), kind)
 
 
 def remove_job(job_id: str) -> None:
@@ -145,6 +150,22 @@ class Local:
         target = self.path(key)
         with source.open("rb") as file, _appearing(target) as partial:
             shutil.copyfileobj(file, partial, CHUNK_BYTES)
+
+    def take(self, key: str, source: Path) -> None:
+        """Move a file, which keeps its bytes, or copy it from another file system."""
+        target = self.path(key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as file:
+            os.fchown(file.fileno(), os.geteuid(), os.getegid())
+            os.fchmod(file.fileno(), target.parent.stat().st_mode & 0o666)
+            os.fsync(file.fileno())
+        try:
+            source.replace(target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self.put(key, source)
+        _sync(target.parent)
 
     def read(self, key: str) -> bytes:
         """Return all bytes."""

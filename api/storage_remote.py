@@ -31,6 +31,10 @@ class Remote:
         with _answering(key):
             self._fs.put_file(str(source), self._path(key))
 
+    def take(self, key: str, source: Path) -> None:
+        """Do as `put`: what lies elsewhere cannot be moved here."""
+        self.put(key, source)
+
     def read(self, key: str) -> bytes:
         """Return all bytes."""
         with _answering(key):

@@ -91,6 +91,7 @@ class Run:
     profile: Tables | None = None  # of the device, that prices were taken from
     looked: Looked = field(default_factory=Looked)  # at the chosen stack, elsewhere
     runs: Mapping[str, Measured] = field(default_factory=dict)  # end to end, by label
+    exported: Mapping[str, Any] | None = None  # of `exports.export`; None: nothing was
 
 
 def build(run: Run) -> dict[str, Any]:
@@ -115,6 +116,7 @@ def build(run: Run) -> dict[str, Any]:
         "validation": _validation(run),
         "rounding": asdict(run.rounding),
         "runs": [{"label": k, **asdict(m)} for k, m in run.runs.items()],
+        "exported": run.exported,
         "statistics": run.evidence.to_json(),
         "contrast": compare(run.contrast, run.chooser.table) if run.contrast else None,
         "stability": steadiness(run, chosen),

@@ -4,6 +4,7 @@ Files are written from front to back, a tensor at a time: of the model no more i
 memory than the stage whose matrices are rounded.
 """
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
@@ -39,7 +40,8 @@ from optimizer.shards import Shards
 from optimizer.stack import Granularity, Role, Stack
 
 SHARD_BYTES = 5_000_000_000  # as transformers cuts
-MANIFEST = "precision_export.json"
+MANIFEST = "precision_export.json"  # beside them: what of the stack is not as measured
+SCHEMA = "precision.export/1"
 # Beside `SMALL_FILES`: what slow tokenizers read.
 TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -56,21 +58,36 @@ def write_checkpoint(
     target: Target,
     progress: Progress = lambda fraction: None,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write the checkpoint of a plan for `stack`.
+    room_bytes: int | None = None,
+) -> Layout:
+    """Write the checkpoint of a plan for `stack`, and return what is in it.
 
     `model` is that of the folder `source`; `weights` and `amaxes` are what the stack
-    was measured with. Raises ExportError where a scale is not a finite number above 0.
+    was measured with. Raises ExportError where a scale is not a finite number above 0,
+    and where it takes more than `room_bytes` (None: all that is free).
     """
     opened = Shards.open(source)
     laid = layout(model, opened, plan)
+    _require_room(laid, target, room_bytes)
     writer = _Writer(model, opened, stack, plan, weights, amaxes)
     _write_weights(writer, laid, target, progress, shard_bytes)
     config = configured(dict(opened.checkpoint.config), plan, laid)
     target.json(CONFIG, config)
+    target.json(MANIFEST, {"schema": SCHEMA, **plan.to_json()})
     for name in (*SMALL_FILES, *TOKENIZER_FILES):
         if name not in (CONFIG, INDEX) and (source / name).is_file():
             target.copy(source / name)
+    return laid
+
+
+def _require_room(laid: Layout, target: Target, room_bytes: int | None) -> None:
+    if room_bytes is None:
+        room_bytes = shutil.disk_usage(target.folder).free
+    if laid.bytes > room_bytes:
+        raise ExportError(
+            f"its weights take {laid.bytes / 1e9:.3g} GB, and the disk has "
+            f"{max(room_bytes, 0) / 1e9:.3g} GB for exports"
+        )
 
 
 # Weights

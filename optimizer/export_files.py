@@ -15,6 +15,14 @@ Write = Callable[[bytes | memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Outlet:
+    """Where exports go, and how much of the disk they may take."""
+
+    folder: Path  # whatever lies in it at the end is the job's
+    room_bytes: int | None = None  # None: all that is free
+
+
+@dataclass(frozen=True, slots=True)
 class Exported:
     """One file of an export."""
 

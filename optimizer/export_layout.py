@@ -104,6 +104,11 @@ class Layout:
         """All of it."""
         return [entry for some in self.stages for entry in some]
 
+    @property
+    def bytes(self) -> int:
+        """What all tensors take, scales included."""
+        return sum(t.bytes for entry in self.entries for t in tensors_of(entry))
+
 
 def tensors_of(entry: Entry) -> list[Tensor]:
     """Return what an entry puts into a file, in order."""
@@ -127,7 +132,7 @@ def layout(model: LoadedModel, shards: Shards, plan: Plan) -> Layout:
             entry = _copied(name, shards, plan, name in rounded)
             stages[_stage(name, model)].append(entry)
     for matrix in matrices:
-        stages[_stage_of(matrix.part.site, model)].append(matrix)
+        stages[stage_of(matrix.part.site, model)].append(matrix)
     for layer in range(len(model.layers) if plan.cache else 0):
         stages[layer + 1] += _cache_scales(model, layer, plan)
     for some in stages:
@@ -141,7 +146,8 @@ def _stage(name: str, model: LoadedModel) -> int:
     return min(int(found[1]) + 1, model.stages - 1) if found else 0
 
 
-def _stage_of(site: Site, model: LoadedModel) -> int:
+def stage_of(site: Site, model: LoadedModel) -> int:
+    """Return the stage of a pass that has the weights of a site."""
     return model.stages - 1 if site.layer == WHOLE_MODEL else site.layer + 1
 
 

@@ -197,6 +197,8 @@ def _refusals(shape: SiteShape, choice: Choice, model: ModelShape) -> Iterator[s
             f"it was measured padded from {to.n}×{to.k} to {to.padded_n}×{to.padded_k}, "
             "and vLLM builds its layers from config.json"
         )
+    if model.architecture in CONV1D and SCHEMES[choice.name].weights == "block":
+        yield "its matrices are stored (in, out), which blocks of scales do not follow"
     if shape.active_share < 1 and SCHEMES[choice.name].inputs is None:
         yield "its experts have no weight-only FP8 kernel"
     at_head = shape.site.component is Component.LM_HEAD

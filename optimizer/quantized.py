@@ -21,6 +21,7 @@ OTHER_SCALES = frozenset(
     {"input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "input_scale_ub"}
 )
 BLOCK = (128, 128)  # rows and columns, where the config does not say
+TRANSPOSED = frozenset({"gpt2"})  # model types whose matrices are stored (in, out)
 GIVE_THE_ORIGINAL = "give the model it was made from"
 
 _FP8_METHODS = {"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"}
@@ -106,8 +107,9 @@ def scales(
     for name, tensor in tensors.items():
         _refuse_other_schemes(name, tensor)
     block = _block(config)
+    transposed = config.get("model_type") in TRANSPOSED
     return {
-        name: _scale(name, tensor, tensors, block)
+        name: _scale(name, tensor, tensors, block, transposed)
         for name, tensor in tensors.items()
         if tensor.dtype in CODES
     }
@@ -138,6 +140,7 @@ def _scale(
     codes: StoredTensor,
     tensors: Mapping[str, StoredTensor],
     block: tuple[int, int],
+    transposed: bool,
 ) -> CodeScale:
     found = [name + end for end in SCALE_SUFFIXES if name + end in tensors]
     if len(found) != 1:
@@ -153,6 +156,8 @@ def _scale(
             f"{scale.file}: the scale {found[0]!r} is {scale.dtype}, not one of "
             f"{', '.join(SCALE_DTYPES)}"
         )
+    if transposed and scale.shape == (codes.shape[-1], 1):
+        return CodeScale(found[0], codes.shape[0], 1)
     return CodeScale(found[0], *_covered(found[0], codes, scale, block))
 
 

@@ -24,6 +24,8 @@ from optimizer.contrast import Contrast
 from optimizer.document import Rounding, Run, Verdict
 from optimizer.errors import HardwareError
 from optimizer.execute import Amaxes
+from optimizer.export_files import Outlet
+from optimizer.exports import Chosen, export
 from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
 from optimizer.hybrid import doubtful, settled
@@ -48,7 +50,7 @@ from optimizer.work import Work
 Progress = Callable[[str, float, str], None]
 """(phase, fraction of it, detail), called at least each second; raises Cancelled to stop."""
 
-# Phases: load, calibrate, sweep, search, validate, report.
+# Phases: load, calibrate, sweep, search, validate, export, report.
 # What engines set once for the whole model: vLLM's --kv-cache-dtype.
 ONE_SWITCH = dict.fromkeys(("vllm", "tensorrt_llm"), frozenset({Component.KV_CACHE}))
 SWEEP_SHARE = 0.9  # of the sweep's time; the rest is the contrast
@@ -90,11 +92,13 @@ def optimize(
     progress: Progress,
     pieces: Pieces | None = None,
     profile: Tables | None = None,
+    outlet: Outlet | None = None,
 ) -> dict[str, Any]:
     """Find the stack that loses least within the targets, and the evidence for it.
 
     `pieces` keeps what was computed, and may have others compute some of it; `profile`
-    is what was measured on the device that the request names.
+    is what was measured on the device that the request names; exports go to `outlet`
+    (None: nothing is exported).
     Raises ModelError, DatasetError, HardwareError or NonFiniteError before the first
     pass where the request cannot be served, and whatever `progress` raises.
     """
@@ -136,6 +140,10 @@ def optimize(
     result = _run(work, (front, answer), measuring, (target, basis), contrast)
     meter.part(0.0, 1.0)
     meter.at(1.0)  # it may end before its budget does
+
+    meter.enter("export")
+    if outlet is not None:
+        result = replace(result, exported=_exported(work, result, outlet, meter))
 
     meter.enter("report")
     runs = local_run.end_to_end(spec, shape, result.stacks, meter.tick)
@@ -221,6 +229,12 @@ def _run(
         looked=looked,
         executed=as_one(work.places),
     )
+
+
+def _exported(work: Work, run: Run, outlet: Outlet, meter: _Meter) -> dict[str, Any]:
+    label = run.verdict.label
+    chosen = Chosen(run.stacks[label], run.rounding.used, run.validation.stacks[label])
+    return export(work, chosen, outlet, meter.at)
 
 
 def _rounding(

@@ -61,6 +61,10 @@ class Shards:
         check_finite(values, f"tensor {name} of {stored.file}")
         return values
 
+    def codes(self, name: str) -> Tensor:
+        """Return the values of FP8 codes without their scale; raises as `get` does."""
+        return self._read(name)
+
     def _is_float(self, name: str) -> bool:
         dtype = self.checkpoint.tensors[name].dtype
         return dtype in FLOATS or dtype in CODE_FORMATS

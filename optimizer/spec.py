@@ -11,6 +11,8 @@ from optimizer.formats import FORMATS
 SWEPT_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "fp32")
 ENGINES = ("any", "vllm", "tensorrt_llm", "transformer_engine", "torchao")
 ROUNDINGS = ("nearest", "compensated")  # of FP8 weights: GPTQ feeds errors forward
+# Beside stack.json, which every job leaves; `exports.py` says what each is.
+EXPORTS = ("compressed_tensors", "transformer_engine", "torchao")
 TASKS = ("chat", "completion", "summarization", "code")
 
 
@@ -108,6 +110,7 @@ class OptimizeSpec:
     sequence_tokens: int = 256
     max_memory_bytes: int | None = None  # None: the device's memory
     seed: int = 0
+    exports: tuple[str, ...] = EXPORTS  # what the job leaves for engines
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.formats) - FORMATS.keys())
@@ -118,10 +121,14 @@ class OptimizeSpec:
         if self.rounding not in ROUNDINGS:
             known = ", ".join(ROUNDINGS)
             raise SpecError(f"unknown rounding {self.rounding!r}: {known}")
+        others = sorted(set(self.exports) - {*EXPORTS})
+        if others:
+            raise SpecError(f"unknown exports: {', '.join(others)}")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON, lists for tuples."""
-        return {**asdict(self), "formats": list(self.formats)}
+        lists = {"formats": list(self.formats), "exports": list(self.exports)}
+        return {**asdict(self), **lists}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "OptimizeSpec":
@@ -132,6 +139,7 @@ class OptimizeSpec:
             **{
                 **kept,
                 "formats": tuple(data["formats"]),
+                "exports": tuple(data.get("exports", EXPORTS)),
                 "latency_sla": LatencySla(**data["latency_sla"]),
                 "workload": Workload(**data["workload"]),
             }

@@ -47,7 +47,7 @@ from optimizer.on_device import executed_on
 from optimizer.one_pass import generates
 from optimizer.opened import Opened
 from optimizer.pieces import Piece, Pieces, Result, key_of
-from optimizer.recode import Gain, recode
+from optimizer.recode import Gain, Recoded, recode
 from optimizer.sensitivity import sweep
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import Choice, Site, Stack, choice_named
@@ -84,6 +84,7 @@ class Work(Opened):
     inside: Told = field(
         init=False, default_factory=lambda: silent
     )  # hears from within a piece
+    _recoded: tuple[Stack, Recoded] | None = field(init=False, default=None)
 
     # The parts
 
@@ -411,12 +412,17 @@ class Work(Opened):
             validation_tokens=CONTRAST_TOKENS,
         )
 
+    def recoded(self, stack: Stack) -> Recoded:
+        """Return compensated weights and fitted scales; those of the last are kept."""
+        if self._recoded is None or self._recoded[0] != stack:
+            sequences, largest = self.tokens.calibration.sequences, self.amaxes()
+            rest = (self.inside, self.spec.seed, largest)
+            self._recoded = stack, recode(self.model, sequences, stack, *rest)
+        return self._recoded[1]
+
     def _compensated(self, stack: Stack) -> Result:
-        truth, largest = self.truth, self.amaxes()
-        sequences = self.tokens.calibration.sequences
-        weights, gain, fitted = recode(
-            self.model, sequences, stack, self.inside, self.spec.seed, largest
-        )
+        truth = self.truth
+        weights, gain, fitted = self.recoded(stack)
         values = run_stack(self.model, truth, stack, fitted, weights, self.inside)
         beyond = {ELSEWHERE: self._run_elsewhere(stack, fitted, weights)}
         if generates(self.outline.shape) and self.prompts is not None:

@@ -176,7 +176,7 @@ def tiny_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
-    _tokenizer(folder)
+    byte_tokenizer(folder)
     return folder
 
 
@@ -205,7 +205,8 @@ def _weights() -> dict[str, Any]:
     return {**found, "model.norm.weight": np.ones(HIDDEN, np.float32)}
 
 
-def _tokenizer(folder: Path) -> None:
+def byte_tokenizer(folder: Path) -> None:
+    """Write a tokenizer that has a token for every byte, and one for the end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|end|>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))

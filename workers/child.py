@@ -47,6 +47,7 @@ class Start:
     threads: int = 0  # 0: all
     hardware_file: str | None = None
     profile: str | None = None  # what was measured on the device of the request
+    room_bytes: int | None = None  # of the disk, for exports; None: what is free
 
     def readable(self) -> tuple[Path, ...]:
         """Return the files and folders that are the job's."""
@@ -188,6 +189,7 @@ def optimize(start: Start, line: Line) -> None:
     line.tell("load", 0.0)
     _prepare(start)
     from optimizer import kernels
+    from optimizer.export_files import Outlet
     from optimizer.run import optimize
     from workers import outputs
 
@@ -195,8 +197,10 @@ def optimize(start: Start, line: Line) -> None:
     if start.profile is not None:
         tables = kernels.from_profile(json.loads(Path(start.profile).read_text()))
     spec = OptimizeSpec.from_json(start.spec)
-    document = optimize(spec, line.tell, Shared(line), tables)
-    outputs.write(Path(start.folder) / "out", document)
+    out = Path(start.folder) / "out"
+    outlet = Outlet(out, start.room_bytes)
+    document = optimize(spec, line.tell, Shared(line), tables, outlet)
+    outputs.write(out, document)
     line.done(document["verdict"]["outcome"], outputs.summarize(document))
 
 

@@ -7,7 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from optimizer import stack_file
+
 Document = dict[str, Any]
+KINDS = {
+    "report.json": "report",
+    "report.html": "report",
+    "stack.json": "stack",
+    "checkpoint": "checkpoint",
+    "transformer_engine_plan.py": "module_plan",
+    "torchao.json": "configuration",
+}
 
 
 def write(folder: Path, document: Document) -> None:
@@ -17,22 +27,15 @@ def write(folder: Path, document: Document) -> None:
     texts = {
         "report.json": json.dumps(document, allow_nan=False),
         "report.html": render_html(document),
-        "stack.json": json.dumps(stack(document), indent=1),
+        "stack.json": json.dumps(stack_file.of_document(document).to_json(), indent=1),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, "utf-8")
 
 
-def stack(document: Document) -> Document:
-    """Return the answer alone, for machines: a choice for every site."""
-    return {
-        "schema": "precision.stack/1",
-        "model": {k: document["model"][k] for k in ("name", "sha256")},
-        "hardware": document["hardware"]["id"],
-        "rounding": document["rounding"]["used"],
-        "stack": {site["site"]: site["choice"] for site in document["sites"]},
-        "padding": {s["site"]: s["padding"] for s in document["sites"] if s["padding"]},
-    }
+def kind_of(name: str) -> str:
+    """Return what an artifact is: a report, a part of a checkpoint, …"""
+    return KINDS.get(name.partition("/")[0], "file")
 
 
 def summarize(document: Document) -> Document:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from api import profiles
+from api import profiles, upload_files
 from api.settings import settings
 from optimizer.pieces import Piece
 from optimizer.spec import OptimizeSpec
@@ -82,6 +82,7 @@ def start(role: str, spec: OptimizeSpec, workdir: Workdir, *, sparing: bool) -> 
         threads=own.threads,
         hardware_file=str(own.hardware_file) if own.hardware_file else None,
         profile=str(profile) if profile.is_file() else None,
+        room_bytes=max(upload_files.free_bytes() - own.storage_reserve_bytes, 0),
     )
 
 

@@ -18,7 +18,7 @@ from api.queue import RUN_JOB, RUN_PIECES
 from api.transitions import Claim
 from optimizer.errors import Cancelled
 from optimizer.spec import OptimizeSpec
-from workers import failures, logs, relay, workdir
+from workers import failures, logs, outputs, relay, workdir
 from workers.app import app, queues, ring_for_next
 from workers.beat import Beat, Overdue, Progress
 from workers.channel import Garbled
@@ -37,7 +37,8 @@ PHASES = {
     "calibrate": 8.0,
     "sweep": 38.0,
     "search": 2.0,
-    "validate": 46.0,
+    "validate": 38.0,
+    "export": 8.0,
     "report": 2.0,
 }
 TOO_LONG = {
@@ -186,7 +187,7 @@ def _finalize(claim: Claim, done: Done, folder: Workdir) -> None:
     if not insist(lambda session: jobs.finalize(session, claim)):
         raise Cancelled
     artifacts = [
-        storage.put_file(claim.job_id, claim.attempt, name, path)
+        storage.put_file(claim.job_id, claim.attempt, name, path, outputs.kind_of(name))
         for name, path in left(folder.output)
     ]
     _close(

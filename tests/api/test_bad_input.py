@@ -132,6 +132,12 @@ def test_a_missing_field_is_named(
             "compensated",
             {"search": {"rounding": "up"}},
         ),
+        (
+            "/exports/1",
+            "unknown_export",
+            "compressed_tensors",
+            {"exports": ["torchao", "gguf"]},
+        ),
     ],
 )
 def test_an_unknown_name_comes_with_what_there_is(

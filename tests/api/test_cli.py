@@ -147,7 +147,9 @@ def test_the_options_become_the_request(site: Path, precision: Run) -> None:
     options = ("--sla", "20ms", "--first-token", "0.3", "--task", "code")
     sizes = ("--batch-size", "4", "--prompt-tokens", "9", "--output-tokens", "8")
     more = ("--data", "math", "--rounding", "compensated", "--tensor-parallel", "2")
-    _, out, _ = precision(*ASK, *options, *sizes, *more, "--json")
+    _, out, _ = precision(
+        *ASK, *options, *sizes, *more, "--export", "torchao", "--json"
+    )
     request = json.loads(out)["request"]
     target = {"per_token_s": 0.02, "first_token_s": 0.3, "percentile": 0.5}
     assert request["latency_sla"] == target
@@ -160,6 +162,7 @@ def test_the_options_become_the_request(site: Path, precision: Run) -> None:
     }
     assert (request["task"], request["data_distribution"]) == ("code", "math")
     assert request["rounding"] == "compensated"
+    assert request["exports"] == ["torchao"]
 
 
 def test_a_file_of_json_lines_is_uploaded_under_its_name(

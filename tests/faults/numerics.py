@@ -16,7 +16,7 @@ from optimizer.pieces import Piece, Pieces, Result, key_of
 from optimizer.spec import OptimizeSpec
 from tests.optimizer.example_document import example_document
 
-PHASES = ("load", "calibrate", "sweep", "search", "validate", "report")
+PHASES = ("load", "calibrate", "sweep", "search", "validate", "export", "report")
 STEPS = 4  # of a phase
 PIECES = 3
 ENDS, IS_KILLED = 10_001, 10_002  # seeds: the process ends, the kernel ends it
@@ -24,7 +24,7 @@ ENDS, IS_KILLED = 10_001, 10_002  # seeds: the process ends, the kernel ends it
 Told = Callable[..., None]
 
 
-def optimize(spec: OptimizeSpec, progress: Told, pieces: Pieces, _: object) -> Any:
+def optimize(spec: OptimizeSpec, progress: Told, pieces: Pieces, *_: object) -> Any:
     """Take the time that the seed says, and return a report of the usual form."""
     for phase in PHASES:
         if phase == "sweep":

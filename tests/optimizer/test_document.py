@@ -60,7 +60,14 @@ def shape(value: Any, free: tuple[str, ...] = ()) -> set[str]:
 def test_the_documents_keys_are_those_that_reports_are_made_from(
     document_of: Callable[[str], Document],
 ) -> None:
-    free = ("stack", "choices", "precision_stack", "stored_dtypes", "versions")
+    free = (
+        "exported",
+        "stack",
+        "choices",
+        "precision_stack",
+        "stored_dtypes",
+        "versions",
+    )
     empty = ("unrecognized",)  # every module of this model is recognized
     example = shape(example_document(), (*free, *empty))
     assert example <= shape(document_of("h100"), (*free, *empty))

@@ -20,7 +20,7 @@ from tests.optimizer.conftest import Document, chosen, quiet, spec_of
 from tests.service import tiny_model
 
 SLOW = pytest.mark.slow
-PHASES = ("load", "calibrate", "sweep", "search", "validate", "report")
+PHASES = ("load", "calibrate", "sweep", "search", "validate", "export", "report")
 IMPOSSIBLE = LatencySla(per_token_s=1e-9)
 
 
