@@ -6,15 +6,20 @@ thread: most requests get through here in microseconds.
 
 from typing import Annotated, Any
 
-from fastapi import Depends, Request, Security
+from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPBearer
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api import auth, db, page_session, rates, scopes
+from api import auth, db, page_session, rates, scopes, view_tokens
 from api.callers import Proof, verified
 from api.errors import InsufficientScope, Unauthenticated
 from api.rates import Left, Policy, Rates
+
+ViewToken = Annotated[
+    str | None,
+    Query(max_length=500, description="A view token of the job, instead of a key."),
+]
 
 _bearer = HTTPBearer(auto_error=False, scheme_name="api_key", bearerFormat="po_live_…")
 
@@ -35,8 +40,23 @@ async def authenticate(
     return caller
 
 
+async def authenticate_or_shown(
+    request: Request,
+    token: ViewToken = None,
+    _: Annotated[Any, Security(_bearer)] = None,
+) -> auth.Caller:
+    """Say who is calling, or whom a view token in the query stands for.
+
+    Raises as `authenticate` does; Unauthenticated too where the token is of another job.
+    """
+    if token is None:
+        return await authenticate(request, None)
+    return view_tokens.read(token, request.path_params["job_id"]).caller
+
+
 DB = Annotated[Session, Depends(db.get_session, scope="function")]
 Caller = Annotated[auth.Caller, Depends(authenticate)]
+Viewer = Annotated[auth.Caller, Depends(authenticate_or_shown)]
 
 
 def who(caller: auth.Caller) -> str:

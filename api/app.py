@@ -11,9 +11,12 @@ from fastapi.routing import APIRoute
 
 from api import (
     audit_routes,
+    backstage,
+    badge,
     catalog,
     checks,
     db,
+    embed,
     estimate,
     formats,
     hardware,
@@ -85,6 +88,8 @@ def create_app() -> FastAPI:
     app.add_middleware(Cors)  # the last is outermost: pages read failures too
     for part in (
         routes,
+        badge,
+        embed,
         results,
         trials,
         estimate,
@@ -101,8 +106,9 @@ def create_app() -> FastAPI:
         health,
     ):
         app.include_router(part.router)
-    for page_part in (pages, pages_jobs, pages_catalog):
+    for page_part in (pages, pages_jobs, pages_catalog, backstage):
         app.include_router(page_part.router)
+    app.include_router(embed.frames)
     app.include_router(pages.last)
     webhook_docs.install(app)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]

@@ -1,12 +1,15 @@
 """What the pages say: states, phases, events and errors in words."""
 
+import re
 from typing import Any
 
+from api.ids import PATTERN
 from api.models import FINAL, Status
 from optimizer import units
 
 Json = dict[str, Any]
 
+JOB_ID = re.compile(f"job_{PATTERN}")
 PHASES = {  # in the order in which a job goes through them
     "load": "Load",
     "calibrate": "Calibrate",
@@ -123,9 +126,10 @@ def target(sla: Json | None) -> str:
 
 def verdict(outcome: str | None, chosen: Json, sla: Json | None) -> str:
     """Return the verdict in one sentence."""
-    kl = chosen.get("kl_nats") or {}
+    kl = chosen.get("kl_nats")
+    loss = kl.get("value") if isinstance(kl, dict) else kl
     took = f"{units.seconds(chosen.get('per_token_s'))} a token"
-    lost = f"{units.nats(kl.get('value'))} from the reference"
+    lost = f"{units.nats(loss)} from the reference"
     narrow = units.share(chosen.get("fp8_share"))
     asked = target(sla)
     said = f"{took}, {lost}, {narrow} of the weights in FP8"
@@ -195,3 +199,8 @@ def tflops(value: object) -> str:
     return (
         units.MISSING if peak is None else f"{units.significant(peak / 1e12)} TFLOP/s"
     )
+
+
+def is_id(text: str) -> bool:
+    """Say whether a text looks like a job's id."""
+    return JOB_ID.fullmatch(text) is not None

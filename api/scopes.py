@@ -40,6 +40,8 @@ NEEDED: dict[str, str | None] = {  # None: any valid key
     "get_front": "jobs:read",
     "list_artifacts": "jobs:read",
     "get_artifact": "jobs:read",
+    "create_view_token": "jobs:read",
+    "get_badge": "jobs:read",
     "estimate": "jobs:read",  # it leaves no row
     "list_hardware": None,
     "get_hardware": None,

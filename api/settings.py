@@ -18,6 +18,8 @@ from api import scopes
 MIB = 2**20
 GIB = 2**30
 DAY_S = 86_400.0
+ENTITY = r"^([a-z]+:)?([a-z0-9-]{1,63}/)?[a-zA-Z0-9]([a-zA-Z0-9._-]{0,61}[a-zA-Z0-9])?$"
+"""A reference to an entity of Backstage: `group:default/platform`, or less of it."""
 
 
 def _split(value: object) -> object:
@@ -277,6 +279,19 @@ class Settings(BaseSettings):
         description="Origins whose pages may call the API from a browser, exactly as "
         "browsers send them, separated by commas: `https://portal.example.com`. Keys "
         "go in `Authorization`; cookies are not taken from other origins.",
+    )
+    frame_origins: Origins = Field(
+        default_factory=list,
+        description="Origins whose pages may show `/embed/…` in a frame, exactly as "
+        "browsers send them, separated by commas: `https://portal.example.com`. "
+        "Empty: none may.",
+    )
+    catalog_owner: Annotated[str, Field(pattern=ENTITY)] = Field(
+        default="group:default/platform",
+        description="Who owns the service in Backstage, for `/catalog-info.yaml`.",
+    )
+    catalog_system: Annotated[str, Field(pattern=f"{ENTITY}|^$")] = Field(
+        default="", description="The Backstage system that it is part of. Empty: none."
     )
     webhook_allow: Hosts = Field(
         default_factory=list,

@@ -55,6 +55,7 @@ def of_job(job: Job, kind: str, at: datetime) -> Json:
         "outcome": job.outcome,
         "error_code": job.error["code"] if job.error else None,
         "report_url": _report_url(job),
+        "job_url": _url(f"/ui/jobs/{job.id}"),
         "hardware": job.hardware,
         "model": job.spec.get("model"),
         "metadata": job.body.get("metadata", {}),
@@ -83,7 +84,12 @@ def render(happened: Json, shape: str) -> str:
 def _report_url(job: Job) -> str | None:
     if job.status is not Status.SUCCEEDED:
         return None
-    return f"{settings().public_url.rstrip('/')}/v1/jobs/{job.id}/report"
+    return _url(f"/v1/jobs/{job.id}/report")
+
+
+def _url(path: str) -> str:
+    """Return an address; it is a path where nobody said what `public_url` is."""
+    return settings().public_url.rstrip("/") + path
 
 
 def _standard(happened: Json) -> Json:
@@ -91,8 +97,8 @@ def _standard(happened: Json) -> Json:
 
 
 def _slack(happened: Json) -> Json:
-    link = happened["data"].get("report_url") or ""
-    more = f"\n<{_escaped(link)}|Report>" if link.startswith("http") else ""
+    link = happened["data"].get("job_url") or ""
+    more = f"\n<{_escaped(link)}|Open the job>" if link.startswith("http") else ""
     return {"text": _escaped(_sentence(happened)) + more}
 
 
@@ -103,8 +109,9 @@ def _port(happened: Json) -> Json:
     if data.get("status") in {status.value for status in FINAL}:
         succeeded = data["status"] == Status.SUCCEEDED
         body["status"] = "SUCCESS" if succeeded else "FAILURE"
-    if (data.get("report_url") or "").startswith("http"):
-        body["link"] = [data["report_url"]]
+    links = [data.get("job_url"), data.get("report_url")]
+    if found := [link for link in links if (link or "").startswith("http")]:
+        body["link"] = found
     return {**body, "externalRunId": data.get("job_id") or data.get("endpoint_id")}
 
 

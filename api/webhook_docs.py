@@ -33,8 +33,9 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 class JobNews(BaseModel):
     """What happened to which job, and where to look. `GET /v1/jobs/{id}` has the rest.
 
-    `report_url` is there once the job succeeded, and absolute where the operator has
-    said at which address the service is. `metadata` is null where it is too large.
+    `job_url` is its page for people. `report_url` is there once the job succeeded. Both
+    are absolute where the operator has said at which address the service is.
+    `metadata` is null where it is too large.
     """
 
     job_id: str
@@ -43,6 +44,7 @@ class JobNews(BaseModel):
     outcome: str | None
     error_code: str | None
     report_url: str | None
+    job_url: str
     hardware: str
     model: str
     metadata: dict[str, str] | None

@@ -46,6 +46,7 @@ EVERYBODYS = frozenset(
 
 BODIES: dict[str, Json] = {  # of the operations that want one
     "update_api_key": {"name": "taken"},
+    "create_view_token": {"use": "view"},
     "update_webhook_endpoint": {"description": "taken"},
     "complete_model": {},
     "complete_dataset": {},

@@ -64,6 +64,7 @@ def test_the_body_is_thin_and_its_id_is_that_of_the_event(
         "outcome": "sla_met",
         "error_code": None,
         "report_url": f"https://precision.example/base/v1/jobs/{job_id}/report",
+        "job_url": f"https://precision.example/base/ui/jobs/{job_id}",
         "hardware": "h100",
         "model": "tiny",
         "metadata": {"team": "ads"},
@@ -106,8 +107,23 @@ def test_slack_reads_a_sentence_without_markup_of_others(
     assert list(body) == ["text"]
     assert body["text"] == (
         f"{job_id} succeeded: sla_met (&lt;!channel&gt; &amp; co on h100)\n"
-        f"<https://precision.example/v1/jobs/{job_id}/report|Report>"
+        f"<https://precision.example/ui/jobs/{job_id}|Open the job>"
     )
+
+
+def test_port_links_to_the_page_and_the_report(
+    tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRECISION_PUBLIC_URL", "https://precision.example")
+    settings.cache_clear()
+    hook = endpoint(tenant, shape=Format.PORT)
+    job_id = submitted(tenant)
+    finish(job_id)
+    base = "https://precision.example"
+    assert json.loads(deliveries(hook.id)[0].payload)["link"] == [
+        f"{base}/ui/jobs/{job_id}",
+        f"{base}/v1/jobs/{job_id}/report",
+    ]
 
 
 def test_port_gets_the_update_of_an_action_run(tenant: str) -> None:
