@@ -1,7 +1,7 @@
 """What a request says about its job beside what to compute."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ class Order:
 
     def columns(self, at: datetime) -> dict[str, Any]:
         """Return the columns of a job that is made at `at`."""
-        said = asdict(self)
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
         limit_s = said.pop("expires_in_s") or settings().queue_limit_s
         return {**said, "expires_at": at + timedelta(seconds=limit_s)}
 

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    and_,
+    bindparam,
+    delete,
+    func,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import Session
 
 from api import cursors, ids, webhook_bodies
@@ -107,14 +116,19 @@ def add(
     return delivery
 
 
+# Made once. A shared lock: who deletes one now waits, and what we add does not dangle.
+_ALL = (
+    select(WebhookEndpoint)
+    .where(WebhookEndpoint.tenant_id == bindparam("tenant"), WebhookEndpoint.enabled)
+    .with_for_update(read=True, key_share=True)
+)
+_ONE = _ALL.where(WebhookEndpoint.id == bindparam("endpoint"))
+
+
 def _listening(session: Session, job: Job) -> list[WebhookEndpoint]:
-    query = select(WebhookEndpoint).where(
-        WebhookEndpoint.tenant_id == job.tenant_id, WebhookEndpoint.enabled
-    )
-    if job.webhook_endpoint_id is not None:
-        query = query.where(WebhookEndpoint.id == job.webhook_endpoint_id)
-    # A shared lock: who deletes one now waits, and what we add does not dangle.
-    return list(session.scalars(query.with_for_update(read=True, key_share=True)))
+    which = {"tenant": job.tenant_id, "endpoint": job.webhook_endpoint_id}
+    query = _ALL if job.webhook_endpoint_id is None else _ONE
+    return list(session.scalars(query, which))
 
 
 # -- for the owner ---------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import ColumnElement, and_, func, insert, select, update
+from sqlalchemy import ColumnElement, Table, and_, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from api import outbox
@@ -15,6 +15,9 @@ from optimizer.spec import OptimizeSpec
 Event = tuple[str, dict[str, Any]]
 
 SQLITE_TIME = "%Y-%m-%dT%H:%M:%f+00:00"
+_SQLITE_NOW = select(func.strftime(SQLITE_TIME, "now"))  # made once, run often
+_PG_NOW = select(func.clock_timestamp())
+_ADD_EVENTS = insert(cast(Table, JobEvent.__table__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,11 @@ class Claim:
 
 def now(session: Session) -> datetime:
     """Return the database's time: the clocks of workers may differ."""
-    if session.get_bind().dialect.name == "postgresql":
-        found: datetime = session.execute(select(func.clock_timestamp())).scalar_one()
+    connection = session.connection()
+    if connection.dialect.name == "postgresql":
+        found: datetime = connection.execute(_PG_NOW).scalar_one()
         return found.astimezone(UTC)
-    text = session.execute(select(func.strftime(SQLITE_TIME, "now"))).scalar_one()
+    text = connection.execute(_SQLITE_NOW).scalar_one()
     return datetime.fromisoformat(text)  # exact to the millisecond
 
 
@@ -118,7 +122,7 @@ def _write(
         for seq, (kind, details) in enumerate(happened, first)
     ]
     if rows:
-        session.execute(insert(JobEvent), rows)
+        session.connection().execute(_ADD_EVENTS, rows)
     outbox.enqueue(session, job, first, happened, at)
     session.flush()
 

@@ -9,7 +9,17 @@ from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, Subquery, and_, func, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    Subquery,
+    and_,
+    bindparam,
+    func,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.elements import SQLCoreOperations
 
@@ -22,17 +32,28 @@ from api.transitions import now
 CLAIMING = 0x70726563  # the advisory lock of PostgreSQL under which jobs are claimed
 RETRY_AFTER_S = 30  # a queue of long jobs moves slowly; a guess for callers
 
+# Made once: building them takes longer than running them.
+_LIMIT = (
+    select(Tenant.max_queued)
+    .where(Tenant.id == bindparam("tenant"))
+    .with_for_update(key_share=True)
+)
+_QUEUED = (
+    select(func.count())
+    .select_from(Job)
+    .where(Job.tenant_id == bindparam("tenant"), Job.status == Status.QUEUED)
+)
+
 
 def admit(session: Session, tenant_id: str) -> None:
     """Let the tenant queue one more job. Raises QuotaExceeded.
 
     Until the transaction ends, no other one of the tenant's is let in.
     """
-    query = select(Tenant).where(Tenant.id == tenant_id)
-    tenant = session.scalars(query.with_for_update(key_share=True)).one()
-    limit = settings().max_queued if tenant.max_queued is None else tenant.max_queued
-    mine = and_(Job.tenant_id == tenant_id, Job.status == Status.QUEUED)
-    queued = session.scalar(select(func.count()).select_from(Job).where(mine)) or 0
+    connection, which = session.connection(), {"tenant": tenant_id}
+    own = connection.execute(_LIMIT, which).scalar_one()
+    limit = settings().max_queued if own is None else own
+    queued = connection.execute(_QUEUED, which).scalar_one()
     if queued >= limit:
         raise QuotaExceeded("queued_jobs", queued, limit, RETRY_AFTER_S)
 
