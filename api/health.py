@@ -1,8 +1,9 @@
 """The endpoints for machines that watch: alive, ready, measured."""
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 
 from api import db, queue
@@ -18,8 +19,19 @@ async def livez() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz", responses={503: {"description": "Not ready to serve"}})
-def readyz(response: Response) -> dict[str, Any]:
+class Ready(BaseModel):
+    """Whether requests can be served, and what is missing for that."""
+
+    status: Literal["ok", "degraded", "not_ready"]
+    checks: dict[str, str]
+
+
+@router.get(
+    "/readyz",
+    response_model=Ready,
+    responses={503: {"model": Ready, "description": "Not ready to serve"}},
+)
+def readyz(response: Response) -> Any:
     """Say whether requests can be served: the database is there and migrated.
 
     A broker that is away degrades and does not stop the service: jobs are kept.
@@ -34,7 +46,11 @@ def readyz(response: Response) -> dict[str, Any]:
     return {"status": status, "checks": {"database": database, "broker": broker}}
 
 
-@router.get("/metrics", response_class=Response)
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
 def metrics(request: Request) -> Response:
     """Return the metrics for Prometheus."""
     text = request.app.state.metrics.render()

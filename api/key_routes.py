@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, StringConstraints
 from api import audit, auth, db, etags, scopes
 from api.access import DB, Caller
 from api.models import ApiKey, now
-from api.schemas import Body
+from api.schemas import Body, left_out
 from api.strict import StrictRoute
 
 DAY_S = 86_400
@@ -44,9 +44,9 @@ class KeyRequest(Body):
 class KeyChange(Body):
     """What to change. `"expires_in": null` means that the key does not end."""
 
-    name: Label = ""
-    scopes: Words = []  # noqa: RUF012  pydantic copies it
-    expires_in: LifeSeconds | None = None
+    name: Label = left_out("")
+    scopes: Words = left_out([])
+    expires_in: LifeSeconds | None = left_out(None)
 
 
 class Rotation(Body):

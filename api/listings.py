@@ -24,6 +24,14 @@ from api import (
 )
 from api.access import DB, Caller
 from api.auth import Caller as Who
+from api.catalog_shapes import (
+    DatasetPage,
+    DatasetView,
+    ModelPage,
+    SomeDataset,
+    SomeModel,
+    also,
+)
 from api.errors import NotFound, UnsupportedMediaType
 from api.ids import NAME_PATTERN
 from api.models import Upload, UploadState
@@ -48,7 +56,7 @@ router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["catalog"])
 # -- models --------------------------------------------------------------------
 
 
-@router.get("/models")
+@router.get("/models", response_model=ModelPage)
 def list_models(
     caller: Caller, session: DB, limit: Limit = 20, after: After = None
 ) -> Json:
@@ -57,7 +65,7 @@ def list_models(
     return _page([catalog_views.model(row) for row in rows], cursor)
 
 
-@router.get("/models/{model_id}")
+@router.get("/models/{model_id}", response_model=SomeModel)
 async def get_model(model_id: str, caller: Caller, wait: Wait = 0) -> Json:
     """Show a model by id or name: its headers, its files. Or an upload of one."""
     return await _shown(caller, MODELS, model_id, wait)
@@ -81,7 +89,7 @@ def delete_model(model_id: str, caller: Caller) -> None:
 # -- datasets ------------------------------------------------------------------
 
 
-@router.get("/datasets")
+@router.get("/datasets", response_model=DatasetPage)
 def list_datasets(
     caller: Caller, session: DB, limit: Limit = 20, after: After = None
 ) -> Json:
@@ -96,7 +104,7 @@ def list_datasets(
     return _page(shown, cursor)
 
 
-@router.get("/datasets/{dataset_id}")
+@router.get("/datasets/{dataset_id}", response_model=SomeDataset)
 async def get_dataset(dataset_id: str, caller: Caller, wait: Wait = 0) -> Json:
     """Show a dataset by id or name. Or an upload of one."""
     if dataset_id in DISTRIBUTIONS:
@@ -123,6 +131,8 @@ def delete_dataset(dataset_id: str, caller: Caller) -> None:
 @router.put(
     "/datasets/{name}",
     status_code=201,
+    response_model=DatasetView,
+    responses=also(200, DatasetView, "The name was yours; the old lines are gone"),
     openapi_extra={
         "requestBody": {
             "required": True,

@@ -6,6 +6,7 @@ to what the service serves.
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,25 @@ from fastapi.openapi.utils import get_openapi
 
 from api import problems
 
+TAGS = (
+    ("jobs", "Optimizations: from the request to the stack and its evidence."),
+    ("estimate", "What to expect, without a job."),
+    ("catalog", "Devices, formats, tasks, models and datasets."),
+    ("keys", "Who may call, and what they may do."),
+    ("webhooks", "Who is told what happens, and what was delivered."),
+    ("account", "What a tenant uses, may use, and did."),
+    ("health", "For machines that watch the service."),
+)
+HEADERS = {  # of every answer
+    "X-Request-Id": {
+        "description": "Finds the request in the service's log.",
+        "schema": {"type": "string"},
+    },
+    "API-Version": {
+        "description": "The version that answered; a request may pin it.",
+        "schema": {"type": "string"},
+    },
+}
 FILE = Path(__file__).with_name("openapi.json")
 
 
@@ -48,7 +68,18 @@ def _described(app: FastAPI) -> dict[str, Any]:
     parts = schema["components"]["schemas"]
     parts |= problem.pop("$defs", {})
     parts["Problem"] = problem
+    schema["components"]["headers"] = HEADERS
+    schema["tags"] = [{"name": name, "description": said} for name, said in TAGS]
+    for operation in _operations(schema):
+        for answer in operation["responses"].values():
+            told = answer.setdefault("headers", {})
+            told |= {n: {"$ref": f"#/components/headers/{n}"} for n in HEADERS}
     return schema
+
+
+def _operations(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for path in schema["paths"].values():
+        yield from path.values()
 
 
 def _main() -> None:

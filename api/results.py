@@ -19,6 +19,10 @@ REPORTS: dict[Format, str] = {  # the first is the default
     "html": "text/html",
 }
 FORMATS = {kind: name for name, kind in REPORTS.items()}
+PARTIAL: dict[int | str, dict[str, Any]] = {
+    206: {"description": "The range that was asked for", "content": {"*/*": {}}},
+    304: {"description": "It is still as `If-None-Match` says"},
+}
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", route_class=StrictRoute, tags=["jobs"])
 
@@ -27,7 +31,15 @@ router = APIRouter(prefix="/v1/jobs/{job_id}", route_class=StrictRoute, tags=["j
 @router.get(
     "/report",
     response_class=Response,
-    responses={200: {"content": {kind: {} for kind in REPORTS.values()}}},
+    responses={
+        200: {
+            "content": {
+                "application/json": {"schema": {"type": "object"}},
+                "text/html": {"schema": {"type": "string"}},
+            }
+        },
+        **PARTIAL,
+    },
 )
 def get_report(
     job_id: str,
@@ -46,27 +58,31 @@ def get_report(
     return downloads.response(request, row, attached=False, vary="Accept")
 
 
-@router.get("/stack")
-def get_stack(job_id: str, caller: Caller, session: DB) -> dict[str, Any]:
+@router.get("/stack", response_model=views.StackView)
+def get_stack(job_id: str, caller: Caller, session: DB) -> Any:
     """Return the chosen stack by component, by layer and by site."""
     return views.stack(job_id, report_of(session, caller, job_id))
 
 
-@router.get("/front")
-def get_front(job_id: str, caller: Caller, session: DB) -> dict[str, Any]:
+@router.get("/front", response_model=views.FrontView)
+def get_front(job_id: str, caller: Caller, session: DB) -> Any:
     """Return the Pareto front, each point with its whole stack."""
     return views.front(job_id, report_of(session, caller, job_id))
 
 
-@router.get("/artifacts")
-def list_artifacts(job_id: str, caller: Caller, session: DB) -> dict[str, Any]:
+@router.get("/artifacts", response_model=views.ArtifactList)
+def list_artifacts(job_id: str, caller: Caller, session: DB) -> Any:
     """List the files that the job left."""
     rows = jobs.artifacts(session, caller.tenant_id, job_id)
     return views.whole_list([views.artifact(row) for row in rows])
 
 
 @router.head("/artifacts/{name:path}", include_in_schema=False)
-@router.get("/artifacts/{name:path}", response_class=Response)
+@router.get(
+    "/artifacts/{name:path}",
+    response_class=Response,
+    responses={200: {"content": {"*/*": {}}}, **PARTIAL},
+)
 def get_artifact(
     job_id: str, name: str, caller: Caller, session: DB, request: Request
 ) -> Response:

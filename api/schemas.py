@@ -39,6 +39,18 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def left_out(value: Any) -> Any:
+    """Return the default of a field that stays as it is where it is left out.
+
+    The description does not show it: it means nothing.
+    """
+    return Field(default=value, json_schema_extra=_hide_default)
+
+
+def _hide_default(shown: dict[str, Any]) -> None:
+    shown.pop("default", None)
+
+
 def _one_of(first: object, second: object, names: LiteralString) -> None:
     if (first is None) == (second is None):
         raise PydanticCustomError("one_of", f"give exactly one of {names}")

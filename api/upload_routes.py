@@ -25,6 +25,14 @@ from api import (
 )
 from api.access import Caller
 from api.auth import Caller as Who
+from api.catalog_shapes import (
+    PartView,
+    SomeDataset,
+    SomeModel,
+    UploadView,
+    WholeModel,
+    also,
+)
 from api.errors import (
     Invalid,
     InvalidParameter,
@@ -59,11 +67,20 @@ ContentDigest = Annotated[
     str | None,
     Header(description="RFC 9530: `sha-256=:<base64>:` of the part's bytes. Required."),
 ]
+LATER = "Looking at it takes longer: poll"
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["catalog"])
 
 
-@router.post("/models", status_code=201)
+@router.post(
+    "/models",
+    status_code=201,
+    response_model=SomeModel,
+    responses={
+        **also(200, WholeModel, "The name was yours; it is this folder now"),
+        **also(202, UploadView, LATER),
+    },
+)
 async def create_model(
     body: ModelBody, caller: Caller, once: Idempotent, response: Response
 ) -> Any:
@@ -80,7 +97,7 @@ async def create_model(
     return await _open(asked, caller, once, body.model_dump(mode="json"))
 
 
-@router.post("/datasets", status_code=201)
+@router.post("/datasets", status_code=201, response_model=UploadView)
 async def create_dataset(body: DatasetBody, caller: Caller, once: Idempotent) -> Any:
     """Open an upload of JSON lines in parts; small ones may come in one PUT instead."""
     datasets.require_free_name(body.name)
@@ -89,7 +106,11 @@ async def create_dataset(body: DatasetBody, caller: Caller, once: Idempotent) ->
     return await _open(asked, caller, once, body.model_dump(mode="json"))
 
 
-@router.put("/models/{upload_id}/parts/{number}", openapi_extra=BYTES_BODY)
+@router.put(
+    "/models/{upload_id}/parts/{number}",
+    openapi_extra=BYTES_BODY,
+    response_model=PartView,
+)
 async def put_model_part(
     upload_id: str,
     number: Number,
@@ -101,7 +122,11 @@ async def put_model_part(
     return await _put(request, caller, MODELS, upload_id, number, content_digest)
 
 
-@router.put("/datasets/{upload_id}/parts/{number}", openapi_extra=BYTES_BODY)
+@router.put(
+    "/datasets/{upload_id}/parts/{number}",
+    openapi_extra=BYTES_BODY,
+    response_model=PartView,
+)
 async def put_dataset_part(
     upload_id: str,
     number: Number,
@@ -113,7 +138,12 @@ async def put_dataset_part(
     return await _put(request, caller, DATASETS, upload_id, number, content_digest)
 
 
-@router.post("/models/{upload_id}/complete", status_code=201)
+@router.post(
+    "/models/{upload_id}/complete",
+    status_code=201,
+    response_model=SomeModel,
+    responses=also(202, UploadView, LATER),
+)
 async def complete_model(
     upload_id: str,
     caller: Caller,
@@ -124,7 +154,12 @@ async def complete_model(
     return await _complete(caller, MODELS, upload_id, body, response)
 
 
-@router.post("/datasets/{upload_id}/complete", status_code=201)
+@router.post(
+    "/datasets/{upload_id}/complete",
+    status_code=201,
+    response_model=SomeDataset,
+    responses=also(202, UploadView, LATER),
+)
 async def complete_dataset(
     upload_id: str,
     caller: Caller,

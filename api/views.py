@@ -111,6 +111,62 @@ class EventPage(BaseModel):
     next_cursor: str | None
 
 
+class ArtifactView(BaseModel):
+    """A file that a job left. Once `purged_at` is set its bytes are gone."""
+
+    name: str
+    object: str = "artifact"
+    kind: str
+    bytes: int
+    sha256: str
+    media_type: str
+    created_at: datetime
+    expires_at: datetime | None
+    purged_at: datetime | None
+    links: dict[str, str]
+
+
+class ArtifactList(BaseModel):
+    """All files of a job, on one page."""
+
+    object: str = "list"
+    data: list[ArtifactView]
+    has_more: bool = False
+    next_cursor: None = None
+
+
+class StackSite(BaseModel):
+    """A place in the network, its choice, what that costs and why it was made."""
+
+    site: str
+    component: str
+    layer: int | None
+    choice: str
+    kl_nats: float | None
+    reason: str | None
+
+
+class StackView(BaseModel):
+    """The chosen stack: a choice for each component, each layer and each site."""
+
+    object: str = "stack"
+    job_id: str
+    chosen: str | None  # a point of the front; None: it is none
+    precision_stack: dict[str, str]
+    components: list[Json]
+    layers: list[Json]
+    sites: list[StackSite]
+
+
+class FrontView(BaseModel):
+    """Every stack that no other one beats, each with its figures."""
+
+    object: str = "front"
+    job_id: str
+    chosen: str | None
+    data: list[Json]
+
+
 def job(row: Job, queue_position: int | None = None) -> JobView:
     """Return a job with its result, and its place in the queue where that is known."""
     fields = _job_fields(row)

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from api import db, etags, outbox, webhooks
 from api.access import DB, Caller
 from api.models import DeliveryState, WebhookDelivery, WebhookEndpoint
-from api.schemas import Body
+from api.schemas import Body, left_out
 from api.strict import StrictRoute
 from api.transitions import now
 from api.webhook_bodies import DEFAULT, Format, JobEvent
@@ -59,11 +59,11 @@ class EndpointRequest(Body):
 class EndpointChange(Body):
     """What to change. Disabling gives up what waits to be delivered."""
 
-    url: Url = ""
+    url: Url = left_out("")
     events: Events = Field(default_factory=lambda: list(DEFAULT))
-    description: Note = ""
-    format: Shape = Format.STANDARD
-    enabled: bool = True
+    description: Note = left_out("")
+    format: Shape = left_out(Format.STANDARD)
+    enabled: bool = left_out(True)
 
 
 class EndpointView(BaseModel):
