@@ -130,7 +130,8 @@ def figures_of(
             f"{error:11.1%}{first:14.2f}{found.first_token_s or math.nan:10.2f}"
         )
         figures[f"{name}_per_token_s"] = round(found.per_token_s, 5)
-        figures[f"{name}_first_token_s"] = round(found.first_token_s or 0.0, 4)
+        if found.first_token_s:  # a busy machine has time for some only
+            figures[f"{name}_first_token_s"] = round(found.first_token_s, 4)
         figures[f"{name}_error_ratio"] = round(error, 4)
         figures[f"{name}_spread_ratio"] = round(found.spread, 3)
     return figures
@@ -148,9 +149,9 @@ def main() -> None:
     figures = figures_of(native, asked, every, priced(native, known, every))
     errors = [abs(v) for k, v in figures.items() if k.endswith("_error_ratio")]
     figures["largest_error_ratio"] = max(errors)
-    figures["bf16_over_fp32_prefill_ratio"] = round(
-        figures["all_bf16_first_token_s"] / figures["all_fp32_first_token_s"], 3
-    )
+    wide, narrow = (figures.get(f"all_{f}_first_token_s") for f in ("fp32", "bf16"))
+    if wide and narrow:
+        figures["bf16_over_fp32_prefill_ratio"] = round(narrow / wide, 3)
     python = settings().vllm_python
     if python is not None:
         served = served_seconds(python, arguments.model.resolve(), WORKLOAD)
