@@ -8,11 +8,14 @@ from importlib import import_module
 
 _HOMES = {  # public name -> module of this package
     "Alarm": "health",
+    "diagnose": "doctor",
     "HealthMonitor": "monitor",
     "Metric": "health",
     "Policy": "stability",
     "PrecisionScheduler": "scheduler",
     "Thresholds": "health",
+    "jsonl_log": "log_files",
+    "read_log": "log_files",
 }
 
 __all__ = sorted(_HOMES)

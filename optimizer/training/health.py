@@ -22,6 +22,7 @@ class Metric(StrEnum):
     SCALE_DRIFT = "scale_drift"
     BF16_UNDERFLOW = "bf16_underflow"
     FP8_OVERFLOW = "fp8_overflow"
+    FP8_FLUSHED = "fp8_flushed"
     GRADIENT_NORM = "gradient_norm"
     BACKOFFS = "backoffs"
     UNCHANGED = "unchanged"
@@ -36,6 +37,7 @@ class Thresholds:
     scale_drift: float = 0.3  # standard deviation of log2 of an FP8 scale, in binades
     bf16_underflow: float = 0.001  # share of a layer's nonzero gradient
     fp8_overflow: float = 5.0  # values beyond FP8, per second
+    fp8_flushed: float = 0.25  # share of an FP8 tensor's nonzero values that become 0
     gradient_norm: float = 10.0  # times the mean of the readings before
     backoffs: float = 0.1  # share of the last `BACKOFF_STEPS` steps that were skipped
     unchanged: float = 0.5  # share of a layer's weights that the update left as is
@@ -145,6 +147,8 @@ class Watch:
                 drift = self._drift(f"{name}.{tensor}", scale)
                 if drift is not None:
                     yield Metric.SCALE_DRIFT, f"{name}.{tensor}", drift
+            for tensor, share in layer.flushed.items():
+                yield Metric.FP8_FLUSHED, f"{name}.{tensor}", share
         over = sum(sum(r.overflowed.values()) for r in reading.layers.values())
         if any(r.overflowed for r in reading.layers.values()):
             yield Metric.FP8_OVERFLOW, "", over / max(reading.step_s, 1e-9)

@@ -103,10 +103,10 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
 
 
 def plain_name(name: str) -> str:
-    """Return a module's name without what wrappers put before it; "" is the model."""
+    """Return a module's name without what wrappers put before it."""
     while name.startswith(WRAPPERS):
         name = name.split(".", 1)[1]
-    return "" if f"{name}." in WRAPPERS else name
+    return "model" if not name or f"{name}." in WRAPPERS else name
 
 
 def looks(

@@ -22,6 +22,7 @@ several processes only the first rings, logs and calls back.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ class HealthMonitor:
         rates = learning_rates(self._optimizer)
         layers = {
             name: self._layer(name, outputs.get(name, LayerReading()), rates)
-            for name in {**self._looked, **outputs}
+            for name in {**outputs, **self._looked}  # in the order of the model
         }
         self.samples += 1
         self.latest = Reading(
@@ -204,19 +205,17 @@ class HealthMonitor:
         look = self._looked.get(name)
         if look is None:
             return output
+        if not self._updated:  # clipped by a norm that is not finite: zeros, and NaN
+            return replace(output, nonfinite=look.nonfinite)
         rate = max(rates.get(id(p), 0.0) for p in self._layers[name])
-        return LayerReading(
+        return replace(
+            output,
             zero_rate=look.zero_rate,
             bf16_underflow=look.underflow_share,
             gradient_norm=look.gradient_norm,
             update_ratio=look.update_ratio(rate),
             unchanged=self._unchanged.get(name),
             nonfinite=look.nonfinite,
-            output_amax=output.output_amax,
-            output_nonfinite=output.output_nonfinite,
-            scales=output.scales,
-            overflowed=output.overflowed,
-            flushed=output.flushed,
         )
 
     def _step_s(self) -> float:

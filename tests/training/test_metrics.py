@@ -56,7 +56,7 @@ def test_zeros_and_underflow_are_counted_exactly(scale: float) -> None:
 def test_a_gradient_of_fp16_is_looked_at_as_it_is() -> None:
     layer = nn.Linear(2, 2, bias=False).half()
     layer.weight.grad = torch.tensor([[0.0, 3.0], [6e-8, -4.0]], dtype=torch.float16)
-    look = looks(layer_parameters(layer))[""]
+    look = looks(layer_parameters(layer))["model"]
     assert (look.zeros, look.underflowed, look.nonfinite) == (1, 0, 0)
     assert look.gradient_norm == pytest.approx(5.0, rel=1e-12)
 
@@ -65,7 +65,7 @@ def test_what_is_not_finite_is_counted() -> None:
     layer = nn.Linear(2, 2)
     layer.weight.grad = torch.tensor([[1.0, torch.inf], [torch.nan, 0.0]])
     layer.bias.grad = torch.zeros(2)
-    look = looks(layer_parameters(layer))[""]
+    look = looks(layer_parameters(layer))["model"]
     assert (look.elements, look.zeros, look.nonfinite) == (6, 3, 2)
     assert np.isnan(look.gradient_norm)
 
@@ -86,7 +86,7 @@ def test_frozen_parameters_are_not_looked_at() -> None:
 
 def test_the_names_of_wrappers_are_left_out() -> None:
     assert plain_name("module._orig_mod.h.0") == "h.0"
-    assert plain_name("module") == ""
+    assert plain_name("module") == plain_name("") == "model"
     assert plain_name("modules.0") == "modules.0"
 
 
@@ -103,4 +103,4 @@ def test_updates_that_round_away_are_counted() -> None:
     # Half of bf16's step under 1 is 2^-9: 2^-10 rounds away, 2^-8 does not.
     change = torch.tensor([[2.0**-10, 2.0**-10, 2.0**-8, 1.0]])
     layer.weight.data -= change.bfloat16()
-    assert watched.unchanged() == {"": 2 / 3}
+    assert watched.unchanged() == {"model": 2 / 3}
