@@ -1,10 +1,17 @@
 """The query parameters that say which jobs a list has."""
 
+import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
-from pydantic import AfterValidator, AwareDatetime, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BeforeValidator,
+    TypeAdapter,
+    ValidationError,
+)
 
 from api.errors import InvalidParameter
 from api.models import Status
@@ -24,6 +31,7 @@ METADATA: dict[str, Any] = {  # `metadata[team]=ads`, as often as there are pair
         }
     ]
 }
+DATE = re.compile(r"\d{4}-\d\d-\d\d[Tt ]")
 PAIRS: TypeAdapter[dict[str, str]] = TypeAdapter(Metadata)
 
 
@@ -34,7 +42,14 @@ def _utc(value: datetime) -> datetime:
         raise ValueError("the year is out of range") from None
 
 
-Moment = Annotated[AwareDatetime, AfterValidator(_utc)]
+def _written(value: object) -> object:
+    """Refuse a number: whether it is of seconds or of milliseconds, nobody knows."""
+    if isinstance(value, str) and not DATE.match(value):
+        raise ValueError("write it as 2026-11-01T12:00:00Z")
+    return value
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_written), AfterValidator(_utc)]
 
 
 def wanted(

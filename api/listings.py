@@ -46,6 +46,9 @@ POLL_S = 0.5
 Json = dict[str, Any]
 Limit = Annotated[int, Query(ge=1, le=100)]
 After = Annotated[str | None, Query(max_length=200)]
+Name = Annotated[
+    str, PathParameter(pattern=NAME_PATTERN, description="The name it shall have.")
+]
 Wait = Annotated[
     int, Query(ge=0, le=60, description="Seconds to wait for the end of a check.")
 ]
@@ -129,7 +132,7 @@ def delete_dataset(dataset_id: str, caller: Caller) -> None:
 
 
 @router.put(
-    "/datasets/{name}",
+    "/datasets/{dataset_id}",
     status_code=201,
     response_model=DatasetView,
     responses=also(200, DatasetView, "The name was yours; the old lines are gone"),
@@ -141,13 +144,14 @@ def delete_dataset(dataset_id: str, caller: Caller) -> None:
     },
 )
 async def put_dataset(
-    name: Annotated[str, PathParameter(pattern=NAME_PATTERN)],
+    dataset_id: Name,
     caller: Caller,
     request: Request,
     response: Response,
     expires_in: Annotated[int | None, Query(ge=60, le=3650 * 86_400)] = None,
 ) -> Json:
     """Upload JSON lines of `{"text"}` or `{"messages"}`. 200 where the name was yours."""
+    name = dataset_id
     datasets.require_free_name(name)
     _require_jsonl(request.headers.get("content-type", ""))
     target, limit = datasets.folder(caller.tenant_id), settings().max_dataset_bytes

@@ -34,6 +34,7 @@ HEADERS = {  # of every answer
         "schema": {"type": "string"},
     },
 }
+NEEDED = ("if-match", "content-digest")  # without them: a problem of their own
 FILE = Path(__file__).with_name("openapi.json")
 
 
@@ -71,10 +72,25 @@ def _described(app: FastAPI) -> dict[str, Any]:
     schema["components"]["headers"] = HEADERS
     schema["tags"] = [{"name": name, "description": said} for name, said in TAGS]
     for operation in _operations(schema):
+        for parameter in operation.get("parameters", ()):
+            _say_what_can_be_sent(parameter)
         for answer in operation["responses"].values():
             told = answer.setdefault("headers", {})
             told |= {n: {"$ref": f"#/components/headers/{n}"} for n in HEADERS}
     return schema
+
+
+def _say_what_can_be_sent(parameter: dict[str, Any]) -> None:
+    """Nobody sends null in a header or a query, and some headers have to be there."""
+    shape = parameter["schema"]
+    kinds = [kind for kind in shape.get("anyOf", ()) if kind != {"type": "null"}]
+    if len(kinds) == 1:
+        del shape["anyOf"]
+        shape |= kinds[0]
+    elif kinds:
+        shape["anyOf"] = kinds
+    if parameter["name"].lower() in NEEDED:
+        parameter["required"] = True
 
 
 def _operations(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
