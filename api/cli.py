@@ -22,6 +22,7 @@ from api import (
     models_cli,
     operate,
     transfers,
+    verify_cli,
 )
 from api.client import Client, ClientError
 from api.jobs_cli import JobId
@@ -53,6 +54,9 @@ app.command("bits", context_settings={"ignore_unknown_options": True})(
     lookup.look_at_bits
 )
 app.command()(estimate_cli.estimate)
+app.command()(verify_cli.verify)
+app.command()(verify_cli.reproduce)
+app.command("report-key")(verify_cli.report_key)
 app.command()(operate.serve)
 app.command()(operate.demo)
 
@@ -237,6 +241,9 @@ def report(
     html: Annotated[
         bool, typer.Option("--html", help="The page for people, not the JSON.")
     ] = False,
+    form: Annotated[
+        str | None, typer.Option("--format", help="json, html, md, csv or pdf.")
+    ] = None,
     to: Annotated[
         Path | None, typer.Option("--out", help="File to write; else stdout.")
     ] = None,
@@ -246,12 +253,13 @@ def report(
 ) -> None:
     """Get the report of a job that succeeded."""
     with connect(url, key, data_dir) as client:
-        text = client.report_html(job_id) if html else dumps(client.report(job_id))
+        content = client.report_as(job_id, form or ("html" if html else "json"))
     if to is None:
-        typer.echo(text)
+        sys.stdout.buffer.write(content)
+        sys.stdout.flush()
     else:
         to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_text(text)
+        to.write_bytes(content)
         console.err.print(f"wrote {to}", soft_wrap=True)
 
 

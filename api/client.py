@@ -172,6 +172,15 @@ class Client:
         path = _path("/v1/jobs", job_id, "report")
         return self._send("GET", path, headers={"Accept": "text/html"}).text
 
+    def report_as(self, job_id: str, form: str) -> bytes:
+        """Return the report as json, html, md, csv or pdf."""
+        path = _path("/v1/jobs", job_id, "report")
+        return self._send("GET", path, params={"format": form}).content
+
+    def report_key(self) -> Json:
+        """Return the public key that checks the service's reports."""
+        return self._json("GET", "/v1/report_key")
+
     def artifacts(self, job_id: str) -> list[Json]:
         """Return the files that a job left."""
         return _rows(self._json("GET", _path("/v1/jobs", job_id, "artifacts")))

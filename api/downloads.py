@@ -31,14 +31,19 @@ class Span:
 
 
 def response(
-    request: Request, row: Artifact, *, attached: bool = True, vary: str | None = None
+    request: Request,
+    row: Artifact,
+    *,
+    attached: bool = True,
+    vary: str | None = None,
+    policy: str = POLICY,
 ) -> Response:
-    """Answer a GET or HEAD for an artifact.
+    """Answer a GET or HEAD for an artifact; `policy` says what may run in it.
 
     Raises Gone where its bytes were deleted, RangeNotSatisfiable, and Unavailable
     where the storage does not answer.
     """
-    headers = _headers(row, attached, vary)
+    headers = _headers(row, attached, vary) | {"Content-Security-Policy": policy}
     if _matches(request.headers.get("if-none-match"), headers["ETag"]):
         return Response(status_code=304, headers=_without_content(headers))
     key = storage.key(row.job_id, row.attempt, row.name)
@@ -63,7 +68,6 @@ def _headers(row: Artifact, attached: bool, vary: str | None) -> dict[str, str]:
         "Repr-Digest": f"sha-256=:{digest}:",
         "Accept-Ranges": "bytes",
         "Cache-Control": "private, no-cache",
-        "Content-Security-Policy": POLICY,
     }
     if attached:
         name = row.name.replace("/", "_")  # our own names: plain ASCII

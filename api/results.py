@@ -1,27 +1,59 @@
 """The endpoints of what a job came to: its report, its stack, its front, its files."""
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from api import auth, downloads, jobs, storage, views
 from api.accept import preferred
 from api.access import DB, Caller
-from api.errors import Gone, InvalidState, NotFinal, NotFound, Unavailable
+from api.errors import (
+    Gone,
+    InvalidState,
+    NotAcceptable,
+    NotFinal,
+    NotFound,
+    Unavailable,
+)
 from api.models import FINAL, Artifact, Job, Status
 from api.strict import StrictRoute
+from optimizer import report_script
 
-Format = Literal["json", "html"]
-REPORTS: dict[Format, str] = {  # the first is the default
-    "json": "application/json",
-    "html": "text/html",
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form that the report comes in: the artifact, and its media type."""
+
+    file: str
+    media_type: str
+    policy: str = downloads.POLICY
+
+
+REPORTS = {  # by what `format` says; the first is the default
+    "json": Form("report.json", "application/json"),
+    # Its own script may run, by its digest, and in an origin of its own.
+    "html": Form(
+        "report.html", "text/html", f"sandbox allow-scripts; {report_script.policy()}"
+    ),
+    "md": Form("report.md", "text/markdown"),
+    "csv": Form("layers.csv", "text/csv"),
+    "pdf": Form("report.pdf", "application/pdf"),
 }
-FORMATS = {kind: name for name, kind in REPORTS.items()}
 PARTIAL: dict[int | str, dict[str, Any]] = {
     206: {"description": "The range that was asked for", "content": {"*/*": {}}},
     304: {"description": "It is still as `If-None-Match` says"},
+}
+FORMATS = Query(
+    description="The form of the report: `json`, `html`, `md`, `pdf`, or `csv` for the "
+    "table of layers. Without it, `Accept` decides."
+)
+CONTENT = {
+    form.media_type: {"schema": {"type": "object" if name == "json" else "string"}}
+    for name, form in REPORTS.items()
 }
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", route_class=StrictRoute, tags=["jobs"])
@@ -31,31 +63,38 @@ router = APIRouter(prefix="/v1/jobs/{job_id}", route_class=StrictRoute, tags=["j
 @router.get(
     "/report",
     response_class=Response,
-    responses={
-        200: {
-            "content": {
-                "application/json": {"schema": {"type": "object"}},
-                "text/html": {"schema": {"type": "string"}},
-            }
-        },
-        **PARTIAL,
-    },
+    responses={200: {"content": CONTENT}, **PARTIAL},
 )
 def get_report(
     job_id: str,
     caller: Caller,
     session: DB,
     request: Request,
-    format: Format | None = None,
+    format: Annotated[str | None, FORMATS] = None,
     accept: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Return the report, for machines (JSON) or for people (HTML)."""
+    """Return the report, for machines, for people, for paper or for a spreadsheet."""
     _succeeded(session, caller, job_id)
-    if format is None:
-        wanted = preferred(accept, tuple(REPORTS.values()))
-        format = FORMATS[wanted]
-    row = _artifact(session, caller, job_id, f"report.{format}")
-    return downloads.response(request, row, attached=False, vary="Accept")
+    rows = {row.name: row for row in jobs.artifacts(session, caller.tenant_id, job_id)}
+    there = {name: form for name, form in REPORTS.items() if form.file in rows}
+    form = _form(there or REPORTS, format, accept)
+    row = rows.get(form.file) or _artifact(session, caller, job_id, form.file)
+    return downloads.response(
+        request, row, attached=False, vary="Accept", policy=form.policy
+    )
+
+
+def _form(there: Mapping[str, Form], name: str | None, accept: str | None) -> Form:
+    """Return the form that is asked for. Raises NotAcceptable with those there are."""
+    if name is None:
+        offered = {form.media_type: form for form in there.values()}
+        return offered[preferred(accept, tuple(offered))]
+    if name not in there:
+        raise NotAcceptable(
+            f"there is no format {name[:40]!r}; there are: {', '.join(there)}",
+            available=list(there),
+        )
+    return there[name]
 
 
 @router.get("/stack", response_model=views.StackView)

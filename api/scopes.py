@@ -36,6 +36,7 @@ NEEDED: dict[str, str | None] = {  # None: any valid key
     "list_trials": "jobs:read",
     "list_events": "jobs:read",
     "get_report": "jobs:read",
+    "get_report_key": None,
     "get_stack": "jobs:read",
     "get_front": "jobs:read",
     "list_artifacts": "jobs:read",

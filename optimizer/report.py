@@ -8,7 +8,6 @@ the point of the plot that is under the pointer, and nothing is lost without it.
 
 import json
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,10 +27,8 @@ from markupsafe import Markup
 from optimizer import plot, report_beyond, report_sites, report_statistics, units
 from optimizer.report_script import policy, script
 from optimizer.report_sites import Json, in_order, letter, tally
+from optimizer.report_text import clean
 
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
-)
 _LATENCIES = ("per_token_s", "first_token_s")
 _SECTIONS = (
     ("asked", "Asked"),
@@ -62,8 +59,21 @@ def render_html(document: Json) -> str:
     return _template().render(view(document))
 
 
-@cache
+def front_svg(shown: Json) -> str | None:
+    """Return the plot of a `view` as an SVG file, in print's colors. None: no points."""
+    if shown["plot"] is None:
+        return None
+    template = _environment().get_template("report_front.svg.j2")
+    drawn = template.render({**shown, "alone": _read("report_front.css")})
+    return str(drawn)
+
+
 def _template() -> Template:
+    return _environment().get_template("report.html.j2")
+
+
+@cache
+def _environment() -> Environment:
     environment = Environment(
         loader=FunctionLoader(_read),
         autoescape=True,
@@ -82,7 +92,7 @@ def _template() -> Template:
         position_steps=report_statistics.POSITION_STEPS,
         geometry=plot,
     )
-    return environment.get_template("report.html.j2")
+    return environment
 
 
 def _read(name: str) -> str:
@@ -97,7 +107,7 @@ def _or_missing(value: object) -> object:
 
 def view(document: Json) -> Json:
     """Return everything the template reads: the clean document and what follows."""
-    d = _clean(document)
+    d = clean(document)
     sites = report_sites.named(_rows(d, "sites"))
     confidence = _at(d, "validation", "bootstrap", "confidence")
     stats = report_statistics.statistics(d, sites)
@@ -142,17 +152,6 @@ def _sections(stats: Json | None) -> list[tuple[str, str]]:
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False)
-
-
-def _clean(value: Any) -> Any:
-    """Make characters visible that would hide or turn the text around them."""
-    if isinstance(value, str):
-        return _UNSAFE.sub(lambda m: f"⟨U+{ord(m[0]):04X}⟩", value)
-    if isinstance(value, Mapping):
-        return {_clean(k): _clean(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(v) for v in value]
-    return None if value != value else value  # NaN: not a figure
 
 
 def _at(d: Any, *path: str) -> Any:

@@ -84,11 +84,11 @@ def _narrow_kl(site: Json) -> tuple[str, float | None]:
     """Return the FP8 choice that a site has, or else the best measured, and its KL."""
     if not is_high(site["choice"]):
         return site["choice"], units.number(site.get("kl_nats"))
-    best = _best_narrow(site)
+    best = best_narrow(site)
     return best.get("choice", ""), units.number(best.get("kl_nats"))
 
 
-def _best_narrow(site: Json) -> Json:
+def best_narrow(site: Json) -> Json:
     """Return the narrow alternative of the least KL, allowed ones first; {} if none."""
     narrow = [
         a
@@ -138,7 +138,7 @@ def reasons(sites: Sequence[Json]) -> list[Json]:
     for site in sites:
         if site.get("reason") or is_high(site["choice"]):
             reason = str(site.get("reason") or "No reason was recorded.")
-            best = _best_narrow(site)
+            best = best_narrow(site)
             row = {
                 **site,
                 "reason": reason,

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from optimizer import stack_file
+from optimizer.seal import sealed
 
 Document = dict[str, Any]
+REPORT = "report.json"  # its worker signs it
 KINDS = {
-    "report.json": "report",
+    REPORT: "report",
     "report.html": "report",
+    "report.md": "report",
+    "report.pdf": "report",
+    "layers.csv": "report",
     "stack.json": "stack",
     "checkpoint": "checkpoint",
     "transformer_engine_plan.py": "module_plan",
@@ -23,14 +28,21 @@ KINDS = {
 def write(folder: Path, document: Document) -> None:
     """Write every file of a finished job. Raises ValueError where it is not JSON."""
     from optimizer.report import render_html
+    from optimizer.report_csv import render_csv
+    from optimizer.report_markdown import render_markdown
+    from optimizer.report_pdf import render_pdf
 
+    document = sealed(document)
     texts = {
-        "report.json": json.dumps(document, allow_nan=False),
+        REPORT: json.dumps(document, allow_nan=False),
         "report.html": render_html(document),
+        "report.md": render_markdown(document),
+        "layers.csv": render_csv(document),
         "stack.json": json.dumps(stack_file.of_document(document).to_json(), indent=1),
     }
     for name, text in texts.items():
-        (folder / name).write_text(text, "utf-8")
+        (folder / name).write_text(text, "utf-8", newline="")
+    (folder / "report.pdf").write_bytes(render_pdf(document))
 
 
 def kind_of(name: str) -> str:

@@ -18,7 +18,7 @@ from api.queue import RUN_JOB, RUN_PIECES
 from api.transitions import Claim
 from optimizer.errors import Cancelled
 from optimizer.spec import OptimizeSpec
-from workers import failures, logs, outputs, relay, workdir
+from workers import failures, logs, outputs, relay, signing, workdir
 from workers.app import app, queues, ring_for_next
 from workers.beat import Beat, Overdue, Progress
 from workers.channel import Garbled
@@ -186,9 +186,13 @@ def _finalize(claim: Claim, done: Done, folder: Workdir) -> None:
     outcome, summary = done.outcome, done.summary
     if not insist(lambda session: jobs.finalize(session, claim)):
         raise Cancelled
+    files = left(folder.output)
+    for name, path in files:
+        if name == outputs.REPORT:
+            signing.sign(path)
     artifacts = [
         storage.put_file(claim.job_id, claim.attempt, name, path, outputs.kind_of(name))
-        for name, path in left(folder.output)
+        for name, path in files
     ]
     _close(
         claim,

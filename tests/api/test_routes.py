@@ -9,6 +9,7 @@ from sqlalchemy import text
 
 from api import auth, db, jobs, queue, settings, storage
 from api.app import create_app
+from optimizer import report_script
 from tests.api.conftest import BODY, REPORT, SUMMARY, Refused, jobs_in_database
 
 
@@ -143,8 +144,45 @@ def test_the_report_comes_as_it_is_asked_for(
         response = client.get(url, headers={"Accept": accept})
         assert response.headers["content-type"].startswith(kind), accept
         assert "sandbox" in response.headers["content-security-policy"]
-    answer = client.get(url, headers={"Accept": "application/pdf"})
-    refused(answer, 406, "not_acceptable")
+    page = client.get(url, params={"format": "html"})
+    assert report_script.policy() in page.headers["content-security-policy"]
+    assert "allow-same-origin" not in page.headers["content-security-policy"]
+    for answer in (
+        client.get(url, headers={"Accept": "image/png"}),
+        client.get(url, params={"format": "docx"}),
+        client.get(url, params={"format": "pdf"}),  # an older job has none
+    ):
+        problem = refused(answer, 406, "not_acceptable")
+        assert "html" in problem["detail"]
+    assert problem["available"] == ["json", "html"]
+    refused(client.get(url, params={"format": ""}), 406, "not_acceptable")
+
+
+def test_every_form_of_the_report_has_its_type(job_id: str, client: TestClient) -> None:
+    forms = {
+        "json": ("report.json", "application/json"),
+        "html": ("report.html", "text/html"),
+        "md": ("report.md", "text/markdown"),
+        "csv": ("layers.csv", "text/csv"),
+        "pdf": ("report.pdf", "application/pdf"),
+    }
+    with db.transaction() as session:
+        claim = jobs.claim(session, job_id, "worker-1")
+        assert claim is not None
+        stored = [
+            storage.put(job_id, 1, file, form.encode())
+            for form, (file, _) in forms.items()
+        ]
+        jobs.succeed(session, claim, "sla_met", SUMMARY, stored)
+    for form, (_, kind) in forms.items():
+        url = f"/v1/jobs/{job_id}/report"
+        named = client.get(url, params={"format": form})
+        accepted = client.get(url, headers={"Accept": kind})
+        assert named.content == accepted.content == form.encode()
+        assert named.headers["content-type"].startswith(kind)
+        assert "script-src" not in named.headers["content-security-policy"] or (
+            form == "html"
+        )
 
 
 def test_stack_and_front_come_from_the_report(done: str, client: TestClient) -> None:

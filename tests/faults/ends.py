@@ -9,7 +9,14 @@ from api import db, storage
 from api.models import FINAL, Artifact, Job, JobEvent, JobPiece, Status
 from tests.service import eventually
 
-FILES = ["report.html", "report.json", "stack.json"]
+FILES = [
+    "layers.csv",
+    "report.html",
+    "report.json",
+    "report.md",
+    "report.pdf",
+    "stack.json",
+]
 LAST = {f"job.{status.value}" for status in FINAL}
 
 

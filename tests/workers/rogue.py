@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from optimizer.seal import sealed
 from workers import child
 from workers.child import Line, Start
 
@@ -173,6 +174,13 @@ def print_much(start: Start, line: Line) -> None:
     finish(start, line)
 
 
+def no_report(start: Start, line: Line) -> None:
+    """Leave a report whose digest is another's: it is not to be signed."""
+    told = {**sealed({"schema": "precision.report/1"}), "verdict": "sla_met"}
+    (Path(start.folder) / "out" / "report.json").write_text(json.dumps(told))
+    line.done("sla_met", {"outcome": "sla_met"})
+
+
 def odd_name(start: Start, line: Line) -> None:
     """Leave a file whose name is a way out."""
     (Path(start.folder) / "out" / "..\\x\n").write_text("x")
@@ -180,12 +188,14 @@ def odd_name(start: Start, line: Line) -> None:
 
 
 def finish(start: Start, line: Line) -> None:
-    (Path(start.folder) / "out" / "report.json").write_text("{}")
+    report = json.dumps(sealed({"schema": "precision.report/1"}))
+    (Path(start.folder) / "out" / "report.json").write_text(report)
     line.done("sla_met", {"outcome": "sla_met"})
 
 
 DEEDS: dict[str, Callable[[Start, Line], None]] = {
     "look_around": look_around,
+    "no_report": no_report,
     "take_memory": take_memory,
     "take_all_memory": take_all_memory,
     "be_killed": be_killed,

@@ -189,6 +189,12 @@ def test_large_files_are_published_and_links_are_not(rogue: Path) -> None:
     assert artifacts(job) == []
 
 
+def test_a_report_that_is_not_what_it_says_is_not_signed() -> None:
+    job = run("no_report")
+    assert error(job)["code"] == "untrusted_process"
+    assert artifacts(job) == []
+
+
 def test_folders_are_published_file_by_file() -> None:
     job = run("checkpoint")
     assert job.status is Status.SUCCEEDED, job.error

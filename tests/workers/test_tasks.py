@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from api import auth, db, jobs, queue, storage
+from api import auth, db, jobs, queue, signatures, storage
 from api.models import Artifact, Job, JobEvent, Status
 from api.transitions import Claim
 from optimizer.errors import DatasetError
@@ -105,20 +105,24 @@ def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
     assert job.summary is not None
     assert job.summary["chosen"]["front_id"] == DOCUMENT["verdict"]["chosen"]
     assert [a.name for a in artifacts(job_id)] == [
+        "layers.csv",
         "report.html",
         "report.json",
+        "report.md",
+        "report.pdf",
         "stack.json",
     ]
-    stored = storage.store().read(storage.key(job_id, 1, "report.json"))
-    assert json.loads(stored) == DOCUMENT
+    stored = json.loads(storage.store().read(storage.key(job_id, 1, "report.json")))
+    assert {k: v for k, v in stored.items() if k != "integrity"} == DOCUMENT
+    said = signatures.verify(stored, signatures.public_key())
+    page = storage.store().read(storage.key(job_id, 1, "report.html")).decode()
+    assert said["sha256"] in page
     stack = json.loads(storage.store().read(storage.key(job_id, 1, "stack.json")))
     assert stack["stack"] == {s["site"]: s["choice"] for s in DOCUMENT["sites"]}
     assert stack["padding"] == {}
-    assert {a.name: a.kind for a in artifacts(job_id)} == {
-        "report.html": "report",
-        "report.json": "report",
-        "stack.json": "stack",
-    }
+    kinds = {a.name: a.kind for a in artifacts(job_id)}
+    assert kinds.pop("stack.json") == "stack"
+    assert set(kinds.values()) == {"report"}
 
 
 def test_the_second_bell_finds_the_job_taken(optimizer: Any) -> None:
