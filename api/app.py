@@ -16,6 +16,7 @@ from api import (
     catalog,
     checks,
     db,
+    diagnose,
     embed,
     estimate,
     formats,
@@ -95,6 +96,7 @@ def create_app() -> FastAPI:
         report_key,
         trials,
         estimate,
+        diagnose,
         hardware,
         formats,
         task_routes,
@@ -122,6 +124,7 @@ def _body_limits() -> dict[str, int]:
     say = settings()
     return {
         "/": say.max_body_bytes,
+        "/v1/diagnose": max(say.max_body_bytes, diagnose.MAX_LOG_BYTES),
         "/v1/datasets/": max(say.max_dataset_bytes, say.part_bytes),
         "/v1/models/": max(say.max_body_bytes, say.part_bytes),
     }

@@ -1,7 +1,8 @@
 """The command `precision`. Exit codes: 0 done, 1 error, 2 usage, 3 the SLA is not met.
 
 Commands talk to the service over HTTP (`options.py` says where it is); those of
-`operate.py` work on its data folder itself.
+`operate.py` work on its data folder itself. The doctor needs neither, and ends with 3
+where it found something.
 """
 
 import sys
@@ -14,6 +15,7 @@ import typer
 
 from api import (
     console,
+    doctor_cli,
     estimate_cli,
     jobs_cli,
     keys_cli,
@@ -57,6 +59,7 @@ app.command()(estimate_cli.estimate)
 app.command()(verify_cli.verify)
 app.command()(verify_cli.reproduce)
 app.command("report-key")(verify_cli.report_key)
+app.command()(doctor_cli.doctor)
 app.command()(operate.serve)
 app.command()(operate.demo)
 

@@ -76,6 +76,11 @@ class Client:
         """Estimate what `body`, as of a job, would get; no job is made."""
         return self._json("POST", "/v1/estimate", json=body)
 
+    def diagnose(self, log: bytes) -> Json:
+        """Say what a training run's log looks like: the bytes of the file."""
+        headers = {"Content-Type": "application/octet-stream"}
+        return self._json("POST", "/v1/diagnose", content=log, headers=headers)
+
     # -- jobs ------------------------------------------------------------------
 
     def optimize(self, body: Json, idempotency_key: str | None = None) -> Json:

@@ -44,6 +44,7 @@ NEEDED: dict[str, str | None] = {  # None: any valid key
     "create_view_token": "jobs:read",
     "get_badge": "jobs:read",
     "estimate": "jobs:read",  # it leaves no row
+    "diagnose": "jobs:read",  # nor does this
     "list_hardware": None,
     "get_hardware": None,
     "list_formats": None,

@@ -170,7 +170,7 @@ def backoff_loop(log: RunLog) -> Finding | None:
         "left out for it again and again.",
         evidence=(
             f"{len(scale.skipped)} of {scale.steps} steps were left out "
-            f"({scale.left_out:.0%}), the first at step {scale.skipped[0]}",
+            f"({_percent(scale.left_out)}), the first at step {scale.skipped[0]}",
             f"the loss scale went from {scale.first:.3g} to {scale.last:.3g}, and lay "
             f"between {scale.lowest:.3g} and {scale.highest:.3g}",
             "the losses of those steps are finite: the forward pass is well",
@@ -190,7 +190,7 @@ def gradient_underflow(log: RunLog) -> Finding | None:
             return _underflow(
                 Sure.CERTAIN,
                 [
-                    f"{rates[name]:.1%} of the gradient of {name} is zero (median)"
+                    f"{_percent(rates[name])} of the gradient of {name} is zero"
                     for name in worst[:3]
                 ]
                 + [f"{len(worst)} of {len(rates)} layers are above 5 %"],
@@ -234,7 +234,7 @@ def fp8_outlier(log: RunLog) -> Finding | None:
         said="Tensors share an FP8 scale with an outlier, and most of them becomes "
         "zero.",
         evidence=tuple(
-            f"{flushed[name]:.1%} of the nonzero values of {name} become zero (median)"
+            f"{_percent(flushed[name])} of the values of {name} become zero"
             for name in worst[:3]
         ),
         layers=tuple(worst[:FEW]),
@@ -251,8 +251,7 @@ def frozen_weights(log: RunLog) -> Finding | None:
         return _frozen(
             Sure.CERTAIN,
             [
-                f"{shares[name]:.1%} of the weights of {name} with a gradient stay as "
-                "they are (median)"
+                f"{_percent(shares[name])} of the weights of {name} stay as they are"
                 for name in worst[:3]
             ]
             + [f"{len(worst)} of {len(shares)} layers are above 50 %"],
@@ -315,6 +314,10 @@ def learning_rate(log: RunLog) -> Finding | None:
         steps=(seen.best_step,),
         first="Halve the learning rate, or warm up for longer, and clip gradients at 1.",
     )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _worst(values: Mapping[str, float], limit: float) -> list[str]:
