@@ -103,6 +103,9 @@ def _scale_in_place(codes: Tensor, scales: Tensor, scale: CodeScale) -> None:
         codes.mul_(scales.reshape(()))
         return
     columns = codes.shape[1]
+    if scale.rows == 1 and scale.columns == columns:
+        codes.mul_(scales.reshape(-1, 1))
+        return
     for index, rows in enumerate(codes.split(scale.rows)):
         row = scales.view(-(-codes.shape[0] // scale.rows), -1)[index]
         rows.mul_(row.repeat_interleave(scale.columns)[:columns])
