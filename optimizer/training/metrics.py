@@ -196,6 +196,13 @@ def _sampled(x: Tensor) -> Tensor:
     return flat[:: max(1, -(-flat.numel() // SAMPLED))]
 
 
+def as_float(value: Tensor | float | None) -> float | None:
+    """Return a loss or a norm as a number. None stays None."""
+    if value is None:
+        return None
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
 def learning_rates(optimizer: Optimizer) -> dict[int, float]:
     """Return the learning rate of each parameter, by id()."""
     return {

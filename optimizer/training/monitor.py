@@ -40,6 +40,7 @@ from optimizer.training.health import (
 from optimizer.training.metrics import (
     Look,
     Watched,
+    as_float,
     layer_parameters,
     learning_rates,
     looks,
@@ -189,7 +190,7 @@ class HealthMonitor:
             loss_scale=self.loss_scale,
             gradient_norm=total_norm(self._looked.values())
             if gradient_norm is None
-            else float(gradient_norm),
+            else as_float(gradient_norm),
             step_s=self._step_s(),
             skipped=skipped,
             layers=layers,
@@ -234,7 +235,7 @@ class HealthMonitor:
         alarms: list[Alarm],
     ) -> None:
         if loss is not None and (self._log or reading):
-            self.loss = float(loss)
+            self.loss = as_float(loss)
         for alarm in alarms:
             self.alarms[alarm.metric] = self.alarms.get(alarm.metric, 0) + 1
         if not _is_first():
@@ -253,7 +254,7 @@ class HealthMonitor:
         reading: Reading | None,
     ) -> dict[str, Any]:
         """Return a line of a log; `optimizer.training.logs` reads it."""
-        norm = None if gradient_norm is None else float(gradient_norm)
+        norm = as_float(gradient_norm)
         record: dict[str, Any] = {
             "step": number,
             "loss": self.loss,

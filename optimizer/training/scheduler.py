@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from optimizer.errors import SpecError
 from optimizer.training import stability
+from optimizer.training.metrics import as_float
 from optimizer.training.stability import Outcome, Policy, Stability
 
 DTYPES = {
@@ -100,7 +101,7 @@ class PrecisionScheduler:
         gradient scaler left the step out.
         """
         before = self.precision
-        outcome = Outcome(_number(loss), _number(gradient_norm), skipped)
+        outcome = Outcome(as_float(loss), as_float(gradient_norm), skipped)
         self.state = stability.step(self.state, self.policy, _agreed(outcome))
         if self.precision != before:
             for switched in self._on_switch:
@@ -114,10 +115,6 @@ class PrecisionScheduler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken. The policy is the one given anew."""
         self.state = Stability(**state)
-
-
-def _number(value: Tensor | float | None) -> float | None:
-    return None if value is None else float(value)
 
 
 def _agreed(outcome: Outcome) -> Outcome:
