@@ -25,6 +25,7 @@ from jinja2 import (
 from markupsafe import Markup
 
 from optimizer import plot, report_beyond, report_sites, report_statistics, units
+from optimizer.report_exported import exported
 from optimizer.report_script import policy, script
 from optimizer.report_sites import Json, in_order, letter, tally
 from optimizer.report_text import clean
@@ -133,6 +134,8 @@ def view(document: Json) -> Json:
         "distributions": report_beyond.with_parts(_rows(d, "by_distribution")),
         "worst": report_beyond.worst(_rows(d, "worst_tokens")),
         "generation": report_beyond.generation(d.get("generation")),
+        "exported": exported(d.get("exported")),
+        "memory": _memory(d),
         "request_text": _json(_at(d, "provenance", "request")),
         "policy": Markup(policy().replace('"', "&quot;")),
         "script": Markup(script()),
@@ -148,6 +151,18 @@ def _sections(stats: Json | None) -> list[tuple[str, str]]:
     if not (stats or {}).get("attention"):
         without.add("attention")
     return [(i, name) for i, name in _SECTIONS if i not in without]
+
+
+def _memory(d: Json) -> list[tuple[str, Any, float | None]]:
+    """Return name, bytes and share of the device of each row of its memory."""
+    whole = units.number(_at(d, "hardware", "memory_bytes"))
+    rows = _at(d, "hardware", "per_device")
+    found = []
+    for key, value in (rows if isinstance(rows, Mapping) else {}).items():
+        size = units.number(value)
+        part = None if size is None or not whole else size / whole
+        found.append((key.removesuffix("_bytes").replace("_", " "), value, part))
+    return found
 
 
 def _json(value: Any) -> str:

@@ -11,9 +11,47 @@ from optimizer.report_blocks import (
     Table,
     Text,
 )
-from optimizer.report_cells import at, dicts, listed, text
+from optimizer.report_cells import at, dicts, listed, measured, text
 from optimizer.report_sites import Json
 from optimizer.units import count, ratio, seconds, significant, size
+
+
+def exports(v: Json) -> Iterator[Block]:
+    """What an engine loads: measured again from disk, refused, or run otherwise."""
+    found = v["exported"]
+    if found is None:
+        return
+    yield Heading("As exported: what an engine loads", 3)
+    kept = found["checkpoint"]
+    if kept:
+        same = {True: "within the interval of", False: "outside of the interval of"}
+        yield Text(
+            f"The checkpoint, loaded again from {size(kept.get('bytes'))} on disk: KL "
+            f"{measured(kept.get('kl_nats'))} nats, "
+            f"{same.get(kept.get('as_emulated'), 'not held against')} what was emulated, "
+            f"{measured(kept.get('emulated_kl_nats'))}."
+        )
+    refused = [
+        f"{text(r.get('export'))}: {text(r.get('reason'))}" for r in found["refused"]
+    ]
+    if refused:
+        yield Text("Not written:")
+        yield Items(refused)
+    if found["groups"]:
+        yield Table(
+            ("Export", "Sites", "Measured", "Served", "Which is", "Why"),
+            [
+                (
+                    g["export"],
+                    f"{g['sites']}: {g['first']}",
+                    g["measured"],
+                    g["served"],
+                    g["toward"],
+                    g["reason"],
+                )
+                for g in found["groups"]
+            ],
+        )
 
 
 def latency(v: Json) -> Iterator[Block]:

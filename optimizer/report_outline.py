@@ -10,7 +10,7 @@ from optimizer import units
 from optimizer.report_blocks import Block, Facts, Heading, Items, Plot, Table, Text
 from optimizer.report_cells import at, dicts, listed, measured, text
 from optimizer.report_findings import attention, generation, reasons, stability
-from optimizer.report_origin import latency, limits, provenance
+from optimizer.report_origin import exports, latency, limits, provenance
 from optimizer.report_sites import HEAT_STEPS, Json, letter
 from optimizer.units import count, seconds, share, significant, size
 
@@ -184,6 +184,7 @@ def _quality(v: Json) -> Iterator[Block]:
         chosen=[n for n, s in enumerate(stacks) if s.get("id") == "chosen"],
     )
     yield from _elsewhere(v)
+    yield from exports(v)
 
 
 def _elsewhere(v: Json) -> Iterator[Block]:

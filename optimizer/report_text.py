@@ -9,7 +9,9 @@ _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what spreadsheets compute (OWASP)
-_MARKDOWN = re.compile(r"([\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|^[-+#>]|^\d+(?=[.)]))")
+_MARKDOWN = re.compile(
+    r"([\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|^[-+#>]|^\d+(?=[.)](?:\s|$)))"
+)
 _LINKS = re.compile(r"(?<=:)//|(?<=www)\.|@")
 
 

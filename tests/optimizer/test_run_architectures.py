@@ -14,6 +14,7 @@ from optimizer.spec import OptimizeSpec
 from optimizer.stack import Component, Site, choice_named
 from tests.optimizer import tiny
 from tests.optimizer.conftest import Document, quiet
+from tests.optimizer.test_report_schema import faults
 
 ARCHITECTURES = (
     "MixtralForCausalLM",
@@ -46,6 +47,10 @@ def test_a_job_runs_to_its_document(optimized: Document) -> None:
     for site in optimized["sites"]:
         usable = [a for a in site["alternatives"] if a["refused"] is None]
         assert any(a["kl_nats"] > 0 for a in usable if a["choice"] != "fp32"), site
+    assert faults(optimized) == []
+    assert (optimized["generation"] is None) == (
+        "Masked" in optimized["model"]["architecture"]
+    )
 
 
 @pytest.mark.parametrize("optimized", ["MixtralForCausalLM"], indirect=True)
