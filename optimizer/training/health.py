@@ -197,7 +197,7 @@ class Watch:
     def state(self) -> dict[str, Any]:
         """Return everything but the thresholds as plain values."""
         return {
-            "beyond": [[m, layer, n] for (m, layer), n in self.beyond.items()],
+            "beyond": [[str(m), layer, n] for (m, layer), n in self.beyond.items()],
             "skips": list(self.skips),
             "scales": {name: list(past) for name, past in self.scales.items()},
             "mean_norm": self.mean_norm,

@@ -168,11 +168,7 @@ class Watched:
     def __init__(self, layers: Mapping[str, list[nn.Parameter]]) -> None:
         """Copy evenly spaced weights, `SAMPLED` of each parameter at most."""
         self._before = {
-            name: [
-                (p, _sampled(p).clone(), _sampled(p.grad) != 0)
-                for p in parameters
-                if p.grad is not None and not p.grad.is_sparse
-            ]
+            name: [(p, _sampled(p).clone()) for p in parameters]
             for name, parameters in layers.items()
         }
 
@@ -180,15 +176,22 @@ class Watched:
         """Return by layer the share, of weights with a gradient, that are as before."""
         shares = {}
         for name, parts in self._before.items():
-            rows = [torch.stack([m.sum(), self._same(p, w, m)]) for p, w, m in parts]
+            rows = [_same(p, w) for p, w in parts if _is_dense(p.grad)]
             if rows:
                 moved, same = torch.stack(rows).sum(0).tolist()
                 shares[name] = same / max(moved, 1)
         return shares
 
-    @staticmethod
-    def _same(parameter: Tensor, before: Tensor, graded: Tensor) -> Tensor:
-        return ((_sampled(parameter) == before) & graded).sum()
+
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and not gradient.is_sparse
+
+
+def _same(parameter: nn.Parameter, before: Tensor) -> Tensor:
+    """Return (weights with a gradient, those of them that are as before)."""
+    assert parameter.grad is not None
+    graded = _sampled(parameter.grad) != 0
+    return torch.stack([graded.sum(), ((_sampled(parameter) == before) & graded).sum()])
 
 
 def _sampled(x: Tensor) -> Tensor:

@@ -117,6 +117,11 @@ class HealthMonitor:
         scaler = self._scaler
         return scaler.get_scale() if scaler and scaler.is_enabled() else None
 
+    @property
+    def sampling(self) -> bool:
+        """Whether the step under way is looked into."""
+        return self._sampling
+
     # -- hooks of the optimizer ------------------------------------------------
 
     def _begin_step(self, sampling: bool) -> None:
@@ -128,17 +133,24 @@ class HealthMonitor:
         if sampling and self._outputs:
             self._outputs.arm()
 
-    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         # Fused optimizers are called for every step, and unscale and skip themselves.
         found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         self._updated = found_inf is None or not float(found_inf)
-        if self._sampling:
+        if not self._sampling:
+            return
+        self._watched = Watched(self._layers) if self._updated else None
+        # A closure, as of Lightning, computes the gradients later, inside the step.
+        closure = next((c for c in (*args, kwargs.get("closure")) if callable(c)), None)
+        if closure is None:
             scale: Tensor | None = getattr(optimizer, "grad_scale", None)
             self._looked = looks(self._layers, 1.0 if scale is None else scale)
-            self._watched = Watched(self._layers) if self._updated else None
 
     def _after_update(self, *_: object) -> None:
         if self._watched is not None:
+            self._looked = self._looked or looks(self._layers)
             self._unchanged = self._watched.unchanged()
             self._watched = None
 
@@ -237,7 +249,8 @@ class HealthMonitor:
         if loss is not None and (self._log or reading):
             self.loss = as_float(loss)
         for alarm in alarms:
-            self.alarms[alarm.metric] = self.alarms.get(alarm.metric, 0) + 1
+            name = str(alarm.metric)  # a checkpoint holds plain values alone
+            self.alarms[name] = self.alarms.get(name, 0) + 1
         if not _is_first():
             return
         for alarm in alarms:
