@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy.orm import Session
 
-from api import catalog, datasets
+from api import catalog, datasets, trainings
 from api.errors import Invalid
 from api.schemas import DataRef, ModelRef, OptimizeRequest, WorkloadBody
 from optimizer.abilities import FORMATS, unusable
@@ -25,6 +25,7 @@ from optimizer.spec import (
     Workload,
 )
 from optimizer.stack import ModelShape
+from optimizer.training.spec import TASKS as TRAINED
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -47,7 +48,7 @@ class Named:
 
 def names(session: Session, tenant_id: str, request: OptimizeRequest) -> Named:
     """Return the request with every name but the model's. Raises Invalid."""
-    task = _known("/task", "task", request.task.type, TASKS)
+    task = _known("/task", "task", request.task.type, (*TASKS, *TRAINED))
     hardware = hardware_id(request.hardware.id)
     formats, engine = _search(request, hardware)
     name, data_path = _data(session, tenant_id, request.data_distribution)
@@ -69,9 +70,14 @@ def names(session: Session, tenant_id: str, request: OptimizeRequest) -> Named:
 def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> OptimizeSpec:
     """Return the request with every name resolved. Raises Invalid naming the field."""
     named = names(session, tenant_id, request)
+    training = trainings.training(request)
     model = _model(session, tenant_id, request.model)  # last: it may read files
     data = request.data_distribution
-    catalog.require_sequences(model, data.sequence_tokens, "/data_distribution")
+    if training is not None:
+        longest, place = training.sequence_tokens, "/task/sequence_tokens"
+        catalog.require_sequences(model, longest, place)
+    else:
+        catalog.require_sequences(model, data.sequence_tokens, "/data_distribution")
     _require_split_of(model, named)
     return OptimizeSpec(
         model=model.name,
@@ -91,7 +97,8 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
         sequence_tokens=data.sequence_tokens,
         max_memory_bytes=request.max_memory_bytes,
         seed=data.seed,
-        exports=named.exports,
+        exports=() if training else named.exports,
+        training=training,
     )
 
 
@@ -164,7 +171,8 @@ def _exports(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _workload(body: WorkloadBody, task: str) -> Workload:
-    return replace(WORKLOADS[task], **body.model_dump(exclude_none=True))
+    usual = WORKLOADS.get(task, Workload())  # a training serves nothing
+    return replace(usual, **body.model_dump(exclude_none=True))
 
 
 def _require_split_of(model: catalog.Weights, named: Named) -> None:

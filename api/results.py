@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
-from api import auth, downloads, jobs, storage, views
+from api import auth, downloads, jobs, storage, training_views, views
 from api.accept import preferred
 from api.access import DB, Caller
 from api.errors import (
@@ -160,4 +160,4 @@ def report_of(session: Session, caller: auth.Caller, job_id: str) -> dict[str, A
         raise Gone("the report is no longer stored") from None
     except OSError:
         raise Unavailable("the storage does not answer; try again") from None
-    return document
+    return training_views.as_served(document)

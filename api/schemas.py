@@ -88,10 +88,43 @@ class Sla(Body):
         return self
 
 
+class PlannedBody(Body):
+    """The precision that a training is planned in: one more candidate of its probe."""
+
+    arithmetic: Word = "fp16"
+    masters: bool = True
+    loss_scaling: Word = "dynamic"
+    initial_scale: Annotated[float, Field(gt=0, le=2.0**100, allow_inf_nan=False)] = (
+        65536.0
+    )
+    scaling: Word = "delayed"
+
+
 class TaskRef(Body):
-    """What the model is for; it decides the default workload."""
+    """What the model is for; it decides the default workload.
+
+    `pretrain`, `finetune` and `lora` are probed: how they train may be said, and what
+    is left out is what is usual for them. `clip` null clips nothing.
+    """
 
     type: Word
+    optimizer: Word | None = None
+    learning_rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = (
+        None
+    )
+    warmup_steps: Annotated[int, Field(ge=0, le=5000)] | None = None
+    weight_decay: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] | None = (
+        None
+    )
+    clip: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+    batch_size: Annotated[int, Field(ge=1, le=1024)] | None = None
+    accumulation: Annotated[int, Field(ge=1, le=1024)] | None = None
+    sequence_tokens: Annotated[int, Field(ge=8, le=8192)] | None = None
+    steps: Annotated[int, Field(ge=4, le=5000)] | None = None
+    lora_rank: Annotated[int, Field(ge=1, le=1024)] | None = None
+    candidates: Annotated[list[Word], Field(min_length=1, max_length=8)] | None = None
+    without_masters: bool | None = None
+    planned: PlannedBody | None = None
 
 
 class WorkloadBody(Body):

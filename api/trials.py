@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
-from api import cursors, results
+from api import cursors, results, training_views
 from api.access import DB, Caller
 from api.strict import StrictRoute
 
@@ -78,6 +78,8 @@ def list_trials(
 
 def trials(report: dict[str, Any]) -> list[Trial]:
     """Return every trial that a report tells of."""
+    if report.get("schema") == training_views.SCHEMA:
+        return [Trial.model_validate(row) for row in training_views.tried(report)]
     sites = [_at_site(s, a) for s in report["sites"] for a in s["alternatives"]]
     return sites + [_stack(row) for row in report["validation"]["stacks"]]
 

@@ -19,12 +19,17 @@ REPRODUCE = "precision reproduce report.json"
 def provenance(run: "Run") -> dict[str, Any]:
     """Return the document's section. Model and data have their sha256 in their own."""
     return {
-        "versions": {p: _version(p) for p in PACKAGES},
+        "versions": versions(),
         "code_sha256": code_sha256(),
         "seed": run.spec.seed,
         "request": request(run.spec),
         "reproduce": REPRODUCE,
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes."""
+    return {p: _version(p) for p in PACKAGES}
 
 
 def _version(package: str) -> str:

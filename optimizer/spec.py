@@ -7,6 +7,7 @@ from typing import Any
 from optimizer import spread
 from optimizer.errors import SpecError
 from optimizer.formats import FORMATS
+from optimizer.training.spec import TrainingSpec
 
 SWEPT_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "fp32")
 ENGINES = ("any", "vllm", "tensorrt_llm", "transformer_engine", "torchao")
@@ -111,6 +112,7 @@ class OptimizeSpec:
     max_memory_bytes: int | None = None  # None: the device's memory
     seed: int = 0
     exports: tuple[str, ...] = EXPORTS  # what the job leaves for engines
+    training: TrainingSpec | None = None  # of a task that trains; None: it serves
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.formats) - FORMATS.keys())
@@ -128,16 +130,19 @@ class OptimizeSpec:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON, lists for tuples."""
         lists = {"formats": list(self.formats), "exports": list(self.exports)}
-        return {**asdict(self), **lists}
+        training = self.training.to_json() if self.training else None
+        return {**asdict(self), **lists, "training": training}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "OptimizeSpec":
         """Inverse of `to_json`; keys that a later version added are ignored."""
         known = {f.name for f in fields(cls)}
         kept = {k: v for k, v in data.items() if k in known}
+        training = kept.get("training")
         return cls(
             **{
                 **kept,
+                "training": TrainingSpec.from_json(training) if training else None,
                 "formats": tuple(data["formats"]),
                 "exports": tuple(data.get("exports", EXPORTS)),
                 "latency_sla": LatencySla(**data["latency_sla"]),

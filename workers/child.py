@@ -18,7 +18,7 @@ from typing import Any
 
 from api.supervise import die_with
 from optimizer.errors import OptimizerError
-from optimizer.pieces import Piece
+from optimizer.pieces import Compute, Piece
 from optimizer.spec import OptimizeSpec
 from workers import sandbox
 from workers.channel import TEXT_BYTES, Channel, Closed
@@ -188,6 +188,9 @@ def optimize(start: Start, line: Line) -> None:
     """Compute a job, and write what its owner gets."""
     line.tell("load", 0.0)
     _prepare(start)
+    if start.spec.get("training"):
+        train(start, line)
+        return
     from optimizer import kernels
     from optimizer.export_files import Outlet
     from optimizer.run import optimize
@@ -204,16 +207,39 @@ def optimize(start: Start, line: Line) -> None:
     line.done(document["verdict"]["outcome"], outputs.summarize(document))
 
 
+def train(start: Start, line: Line) -> None:
+    """Probe a training, and write what its owner gets."""
+    from optimizer.training.job import train
+    from workers import training_outputs
+
+    document = train(OptimizeSpec.from_json(start.spec), line.tell, Shared(line))
+    training_outputs.write(Path(start.folder) / "out", document)
+    summary = training_outputs.summarize(document)
+    line.done(document["verdict"]["outcome"], summary)
+
+
 def help_out(start: Start, line: Line) -> None:
     """Load a job's model, and compute pieces of it until none is left."""
     _prepare(start)
+    spec = OptimizeSpec.from_json(start.spec)
+    assist(line, _helper(spec, Kept(line)))
+    line.done(None, {})
+
+
+def _helper(spec: OptimizeSpec, kept: Kept) -> Compute:
+    """Return what computes a piece of a job, its model loaded."""
+    if spec.training is not None:
+        from optimizer.training.work import TrainingWork
+
+        training = TrainingWork(spec, kept)
+        assert training.network is not None  # reading it loads it
+        return training.compute
     from optimizer.work import Work
 
-    work = Work(OptimizeSpec.from_json(start.spec), Kept(line))
+    work = Work(spec, kept)
     work.opened()
-    assert work.model is not None  # reading it loads it
-    assist(line, work.compute)
-    line.done(None, {})
+    assert work.model is not None
+    return work.compute
 
 
 WORK: dict[str, Work] = {"optimize": optimize, "assist": help_out}

@@ -13,6 +13,10 @@ from workers.channel import Garbled
 Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of `pieces.key_of`
 Keys = Annotated[list[Key], Field(max_length=100_000)]
 Word = Annotated[str, Field(pattern=r"^[a-z][a-z_]{0,63}$")]
+Outcome = (
+    Literal["sla_met", "sla_not_met", "no_improvement"]
+    | Literal["recommended", "recommended_with_promotions", "unstable"]  # of a training
+)
 Said = Annotated[str, Field(max_length=4000)]
 
 
@@ -115,7 +119,7 @@ class Done(_Message):
     """The job is computed, and its files lie in the output folder."""
 
     do: Literal["done"]
-    outcome: Literal["sla_met", "sla_not_met", "no_improvement"] | None = None
+    outcome: Outcome | None = None
     summary: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -41,6 +41,7 @@ class Scaling(StrEnum):
     DELAYED = "delayed"  # from the largest values of earlier steps
 
 
+HISTORY = 1024  # steps that a delayed scale remembers; Transformer Engine's default
 WIDER: Mapping[Arithmetic, Arithmetic] = MappingProxyType(
     {
         Arithmetic.FP8: Arithmetic.BF16,

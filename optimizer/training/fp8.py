@@ -23,6 +23,7 @@ from optimizer.formats import Format
 from optimizer.matmul import matmul_codes
 from optimizer.quantize import scale_from_amax
 from optimizer.training.candidates import (
+    HISTORY,
     Arithmetic,
     Candidate,
     Gemm,
@@ -30,8 +31,6 @@ from optimizer.training.candidates import (
     format_of,
 )
 from optimizer.training.exponents import rounded
-
-HISTORY = 1024  # steps that a delayed scale remembers; Transformer Engine's default
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ it, is that of the whole step.
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,11 +47,8 @@ class Loss(Protocol):
         ...
 
 
-class Told(Protocol):
-    """Hears of each step that was done."""
-
-    def __call__(self, done: int, planned: int) -> None:
-        """Say how many steps are done, of how many."""
+Told = Callable[[int, int], None]
+"""Hears how many steps are done, of how many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

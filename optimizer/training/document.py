@@ -1,0 +1,368 @@
+"""The training report as a document: plain JSON, from what a probe found.
+
+Schema `precision.training_report/1`; `report.py` makes a page of it, `exports_*.py`
+configurations for those who train.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from optimizer.document_provenance import versions
+from optimizer.hardware import Device
+from optimizer.ledger import Ledger
+from optimizer.spec import OptimizeSpec
+from optimizer.stack import ModelShape
+from optimizer.training import scales, stack, updates, verdict
+from optimizer.training.candidates import OPERANDS, RESULTS, Arithmetic, Gemm
+from optimizer.training.drift import CONFIDENCE, SAFE, SAMPLES, layer_of
+from optimizer.training.exponents import Seen, SeenBy
+from optimizer.training.probe import Probed
+from optimizer.training.trainer import Figures, looked_at
+from optimizer.training.verdict import Outcome, Result, Status, Tried
+from optimizer.training_memory import (
+    Arithmetic as Held,
+    Optimizer,
+    Training,
+    gain,
+    training,
+)
+
+Json = dict[str, Any]
+SCHEMA = "precision.training_report/1"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a probe was of."""
+
+    spec: OptimizeSpec
+    shape: ModelShape | None  # None: the sizes are not those of a known architecture
+    device: Device | None  # None: the worker's own
+    data: Mapping[str, Any]
+    sizes: Mapping[str, int]  # elements of each matrix
+    parameters: Mapping[str, int]  # all, and those that are trained
+    bare: Sequence[str]  # matrices that are in no Linear: not narrowed
+    warnings: Sequence[str]
+
+
+def build(found: Probed, about: About) -> Json:
+    """Return the document."""
+    rows = stack.rows(found, about.sizes)
+    return {
+        "schema": SCHEMA,
+        "request": about.spec.to_json(),
+        "training": found.how.to_json(),
+        "verdict": _verdict(found, about),
+        "model": _model(about),
+        "data": dict(about.data),
+        "hardware": {
+            "id": about.spec.hardware,
+            "name": about.device.name if about.device else "the worker's own device",
+        },
+        "executed_on": {
+            "device": "cpu",
+            "threads": torch.get_num_threads(),
+            "emulated": ["fp8"],
+        },
+        "baseline": _baseline(found),
+        "candidates": [_candidate(n, r, found) for n, r in found.results.items()],
+        "precision_stack": stack.by_component(rows),
+        "stack": rows,
+        "kept_fp32": stack.kept_fp32(found.chosen),
+        "loss_scaling": scales.settings(found),
+        "memory": _memory(found, about),
+        "histograms": _histograms(found),
+        "limits": _limits(found, about),
+        "warnings": [*about.warnings, *_bare(about)],
+        "provenance": {
+            "versions": versions(),
+            "seed": about.spec.seed,
+            "reproduce": f"precision optimize {about.spec.model} --hardware "
+            f"{about.spec.hardware} --task {about.spec.task} --data "
+            f"{about.spec.data_distribution}",
+        },
+    }
+
+
+def _verdict(found: Probed, about: About) -> Json:
+    chosen = found.chosen
+    return {
+        "outcome": str(found.outcome),
+        "sentence": _sentence(found),
+        "chosen": chosen.candidate.name if chosen else "fp32",
+        "held_out_loss": chosen.loss.to_json() if chosen else None,
+        "findings": [f.to_json() for f in found.findings],
+        "pays": _pays(about),
+    }
+
+
+def _sentence(found: Probed) -> str:
+    steps = found.how.steps
+    match found.outcome, found.chosen:
+        case Outcome.UNSTABLE, _:
+            first = next(f for f in found.findings if f.breaks)
+            return f"No precision helps yet: {first.said}."
+        case Outcome.NO_IMPROVEMENT, _:
+            return f"Over {steps} steps nothing narrower follows fp32: train in fp32."
+        case _, Tried() as chosen:
+            return _follows(chosen, steps)
+    raise AssertionError(found.outcome)
+
+
+def _follows(chosen: Tried, steps: int) -> str:
+    loss, some = chosen.loss, len({p.matrix for p in chosen.candidate.promotions})
+    wider = f", with {some} matrices in something wider" if some else ""
+    worst = max((d.worst for d in chosen.drifts), default=0.0)
+    return (
+        f"Train in {chosen.candidate.name}{wider}: over {steps} steps no layer leaves "
+        f"fp32 by more than 1 % and the noise floor (worst {100 * worst:.2g} %), and the "
+        f"held-out loss is off by {100 * loss.value:.2g} % "
+        f"({100 * loss.low:.2g} to {100 * loss.high:.2g} %; noise {100 * loss.floor:.2g} %)."
+    )
+
+
+def _pays(about: About) -> Json | None:
+    if about.shape is None:
+        return None
+    saved = gain(about.shape, _how(about))
+    return {**asdict(saved), "saved_share": saved.saved_share}
+
+
+def _model(about: About) -> Json:
+    return {
+        "name": about.spec.model,
+        "sha256": about.spec.model_sha256,
+        "architecture": about.shape.architecture if about.shape else None,
+        **about.parameters,
+        "matrices": len(about.sizes),
+        "not_narrowed": list(about.bare),
+    }
+
+
+def _how(about: About) -> Training:
+    how, lora = about.spec.training, about.spec.task == "lora"
+    assert how is not None
+    return Training(
+        optimizer=Optimizer(how.optimizer),
+        batch_size=how.batch_size,
+        sequence_tokens=how.sequence_tokens,
+        lora_rank=how.lora_rank if lora else None,
+    )
+
+
+def _memory(found: Probed, about: About) -> Json | None:
+    """Return the ledger of the chosen precision, beside fp32's."""
+    if about.shape is None:
+        return None
+    runs = found.chosen.candidate.arithmetic if found.chosen else Arithmetic.FP32
+    held = {Arithmetic.FP32: Held.FP32, Arithmetic.FP8: Held.FP8}.get(runs, Held.MIXED)
+    how = _how(about)
+    ledgers = {
+        "chosen": training(about.shape, replace(how, arithmetic=held)),
+        "fp32": training(about.shape, replace(how, arithmetic=Held.FP32)),
+    }
+    return {name: _ledger(ledger) for name, ledger in ledgers.items()}
+
+
+def _ledger(ledger: Ledger) -> Json:
+    rows = [asdict(entry) for entry in ledger.entries]
+    return {"rows": rows, "total_bytes": ledger.total_bytes}
+
+
+# -- runs -------------------------------------------------------------------------
+
+
+def _baseline(found: Probed) -> Json:
+    figures = found.baseline
+    return {
+        "losses": _plain(figures.losses),
+        "again": _plain(found.again.losses),
+        "held_out_loss": _mean(figures.held_out),
+        "held_out_loss_again": _mean(found.again.held_out),
+        "gradient_norms": _norms(figures),
+        "looked_at": sorted(looked_at(found.how.steps)),
+        "safe": SAFE,
+        "bootstrap": {"samples": SAMPLES, "confidence": CONFIDENCE},
+        "gemms": gemms(figures.seen),
+        "updates": _updates(figures),
+    }
+
+
+def _candidate(name: str, result: Result, found: Probed) -> Json:
+    if not result.rounds:
+        return {"name": name, "status": None, "unusable": result.unusable}
+    last = result.last
+    return {
+        "name": name,
+        "status": str(result.status),
+        "unusable": result.unusable,
+        "candidate": last.candidate.to_json(),
+        "rounds": [verdict.to_json(one) for one in result.rounds],
+        "promotions": _promotions(result),
+        "losses": _plain(result.rounds[0].figures.losses),
+        "losses_promoted": _plain(last.figures.losses)
+        if len(result.rounds) > 1
+        else None,
+        "held_out_loss": _mean(last.figures.held_out),
+        "loss_scales": _plain(result.rounds[0].figures.scales),
+        "skipped": [list(each) for each in result.rounds[0].figures.skipped],
+        "gradient_norms": _norms(last.figures),
+        "gemms": gemms(last.figures.seen),
+        "updates": _updates(last.figures),
+    }
+
+
+def _promotions(result: Result) -> list[Json]:
+    """Return what each matrix was promoted to, with the proof: drift before and after."""
+    before = {d.layer: d for d in result.rounds[0].drifts}
+    after = {d.layer: d for d in result.last.drifts}
+    rows: dict[str, Json] = {}
+    for promotion in result.last.candidate.promotions:
+        layer = layer_of(promotion.matrix)
+        row = rows.setdefault(
+            promotion.matrix,
+            {
+                "matrix": promotion.matrix,
+                "layer": layer,
+                "gemms": [],
+                "arithmetic": str(promotion.arithmetic),
+                "before": before[layer].to_json() if layer in before else None,
+                "after": after[layer].to_json() if layer in after else None,
+                "cured": result.status is Status.CURED,
+            },
+        )
+        row["gemms"].append(str(promotion.gemm))
+    return list(rows.values())
+
+
+def gemms(seen: SeenBy) -> list[Json]:
+    """Return each product of each matrix: what it read and what it made."""
+    return [
+        {
+            "matrix": matrix,
+            "layer": layer_of(matrix),
+            "gemm": str(gemm),
+            "operands": {r: _shares(roles[r]) for r in OPERANDS[gemm] if r in roles},
+            "result": _shares(roles[RESULTS[gemm]]) if RESULTS[gemm] in roles else None,
+        }
+        for matrix, roles in seen.items()
+        for gemm in Gemm
+        if OPERANDS[gemm][0] in roles
+    ]
+
+
+def _shares(seen: Seen) -> Json:
+    """Return the shares of one tensor, in the formats that it was held against."""
+    return {
+        "zero_rate": seen.zero_rate,
+        "amax": seen.amax,
+        "nonfinite": seen.nonfinite,
+        "formats": {
+            name: {
+                "zero_rate": seen.zero_rate_in(name),
+                "underflow": seen.underflow_share(name),
+                "overflow": seen.overflow_share(name),
+                "noise": seen.noise_share(name),
+            }
+            for name in seen.taken
+        },
+    }
+
+
+def _updates(figures: Figures) -> Json:
+    """Return what steps do to each layer's weights, and how much would round away."""
+    layers: dict[str, list[updates.Update]] = {}
+    for name, update in figures.updates.items():
+        layers.setdefault(layer_of(name), []).append(update)
+    return {layer: _update(every) for layer, every in layers.items()}
+
+
+def _update(every: Sequence[updates.Update]) -> Json:
+    changed = sum(u.changed for u in every)
+    stored = {fmt for u in every for fmt in u.lost}
+    return {
+        "ratio": _number(max(u.mean_ratio for u in every)),
+        "step_ratio": _number(max(u.mean_step_ratio for u in every)),
+        "rounds_away": {
+            fmt: sum(u.lost.get(fmt, 0) for u in every) / max(changed, 1)
+            for fmt in sorted(stored)
+        },
+    }
+
+
+def _norms(figures: Figures) -> Json:
+    """Return the mean gradient norm of each layer."""
+    squares: dict[str, list[float]] = {}
+    for name, norms in figures.norms.items():
+        kept = squares.setdefault(layer_of(name), [0.0] * len(norms))
+        squares[layer_of(name)] = [a + b * b for a, b in zip(kept, norms, strict=True)]
+    return {
+        layer: _number(sum(map(math.sqrt, values)) / max(len(values), 1))
+        for layer, values in squares.items()
+    }
+
+
+def _histograms(found: Probed) -> list[Json]:
+    """Return what lies in each layer's gradients and inputs in fp32, by exponent."""
+    layers: dict[str, dict[str, Seen]] = {}
+    for matrix, roles in found.baseline.seen.items():
+        kept = layers.setdefault(layer_of(matrix), {})
+        for role in ("input", "gradient", "weight_gradient"):
+            if role in roles:
+                kept.setdefault(role, Seen()).merge(roles[role])
+    return [
+        {"layer": layer, "role": role, **_histogram(seen)}
+        for layer, roles in layers.items()
+        for role, seen in roles.items()
+    ]
+
+
+def _histogram(seen: Seen) -> Json:
+    plain = seen.to_json()
+    return {k: plain[k] for k in ("first", "counts", "zeros", "elements", "amax")}
+
+
+def _plain(values: Sequence[float]) -> list[float | None]:
+    return [_number(value) for value in values]
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return _number(sum(values) / len(values)) if values else None
+
+
+# -- what it does not say -----------------------------------------------------------
+
+
+def _limits(found: Probed, about: About) -> list[str]:
+    how = found.how
+    said = [
+        "FP8 products are emulated: codes multiplied exactly, summed in fp32, rounded "
+        "once to bf16. bf16 and fp16 are torch's own autocast on this device.",
+        f"{how.steps} steps were probed, {len(looked_at(how.steps))} of them looked "
+        "into. What grows over thousands of steps is seen where it has begun.",
+        "Nothing is dropped out; gradients are of the mean over a whole step.",
+        "A step whose gradients overflow is tried again on the same data with the lower "
+        "loss scale; a training goes on with the next batch.",
+        "No speed was measured: which of the precisions that follow is fastest is taken "
+        "from the width of their products.",
+    ]
+    if about.spec.task == "pretrain":
+        said.append("The weights were drawn afresh from the model's configuration.")
+    return said
+
+
+def _bare(about: About) -> list[str]:
+    if not about.bare:
+        return []
+    return [
+        f"{len(about.bare)} parameters hold matrices that are in no Linear (experts): "
+        f"they ran as autocast has them, and FP8 was not tried there: {about.bare[0]}, …"
+    ]
