@@ -200,6 +200,13 @@ def progress(
     return Signal.OK
 
 
+def tried(session: Session, claim: Claim, stacks: list[dict[str, Any]]) -> bool:
+    """Tell the owner of stacks that were measured. False: the claim is void."""
+    running = holds(claim, Status.RUNNING)
+    happened: list[Event] = [("job.trial_completed", stack) for stack in stacks]
+    return move(session, running, now(session), happened) is not None
+
+
 def warn(session: Session, claim: Claim, code: str, message: str) -> bool:
     """Tell the owner what the job went through. False: the claim is void."""
     running = holds(claim, Status.RUNNING, Status.FINALIZING)

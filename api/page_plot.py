@@ -112,13 +112,13 @@ def emerging(name: str, told: Iterable[Json]) -> Drawn:
     """Return the points that a running job has told of so far."""
     rows = [
         (
-            str(row.get("kind", "measured")),
+            "measured",
             row.get("per_token_s"),
             row.get("kl_nats"),
-            f"{row.get('label') or 'a stack'}: {_title(row, row.get('kl_nats'), 'measured')}",
+            f"stack {number}: {_title(row, row.get('kl_nats'), 'measured')}",
             False,
         )
-        for row in told
+        for number, row in enumerate(told, 1)
     ]
     return Drawn(name, _points(rows))
 

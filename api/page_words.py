@@ -16,6 +16,7 @@ PHASES = {  # in the order in which a job goes through them
     "sweep": "Sweep",
     "search": "Search",
     "validate": "Validate",
+    "export": "Export",
     "report": "Report",
 }
 STATES = {  # sign, word: never told by color alone
@@ -46,6 +47,7 @@ COMPONENTS = {
     "ffn_out": "FFN: out",
     "norms": "Norms",
     "lm_head": "LM head",
+    "router": "Router",
 }
 REMEDIES = {
     "user": "Change the request, and send it again.",
@@ -185,7 +187,8 @@ def _why(data: Json) -> str:
 
 def _trial(data: Json) -> str:
     lost, took = units.nats(data.get("kl_nats")), units.seconds(data.get("per_token_s"))
-    return f"Measured {data.get('label') or 'a stack'}: {lost} at {took} a token"
+    narrow = units.share(data.get("fp8_share"))
+    return f"Measured a stack: {lost} at {took} a token, {narrow} in FP8"
 
 
 def remedy(error: Json | None) -> str:

@@ -19,7 +19,15 @@ from optimizer import (
 from optimizer.beyond import Found
 from optimizer.casts import Casts
 from optimizer.checkpoint import inspect
-from optimizer.choose import Chooser, CostOf, allowed, candidates, modelled, tabulate
+from optimizer.choose import (
+    Chooser,
+    CostOf,
+    allowed,
+    candidates,
+    fp8_share,
+    modelled,
+    tabulate,
+)
 from optimizer.contrast import Contrast
 from optimizer.document import Rounding, Run, Verdict
 from optimizer.errors import HardwareError
@@ -49,6 +57,9 @@ from optimizer.work import Work
 
 Progress = Callable[[str, float, str], None]
 """(phase, fraction of it, detail), called at least each second; raises Cancelled to stop."""
+
+Measured = Callable[[list[dict[str, Any]]], None]
+"""Told of stacks as they are measured: seconds, nats with their interval, bytes, share in FP8."""
 
 # Phases: load, calibrate, sweep, search, validate, export, report.
 # What engines set once for the whole model: vLLM's --kv-cache-dtype.
@@ -93,12 +104,13 @@ def optimize(
     pieces: Pieces | None = None,
     profile: Tables | None = None,
     outlet: Outlet | None = None,
+    measured: Measured | None = None,
 ) -> dict[str, Any]:
     """Find the stack that loses least within the targets, and the evidence for it.
 
     `pieces` keeps what was computed, and may have others compute some of it; `profile`
     is what was measured on the device that the request names; exports go to `outlet`
-    (None: nothing is exported).
+    (None: nothing is exported); `measured` hears of whole stacks before the end.
     Raises ModelError, DatasetError, HardwareError or NonFiniteError before the first
     pass where the request cannot be served, and whatever `progress` raises.
     """
@@ -134,7 +146,7 @@ def optimize(
         chooser = replace(chooser, table=table)
 
     meter.enter("validate")
-    measuring = _Measuring(work, meter)
+    measuring = _Measuring(work, meter, chooser, measured)
     front = plan.measured_front(chooser, measuring)
     answer = plan.answer(front, spec.latency_sla)
     result = _run(work, (front, answer), measuring, (target, basis), contrast)
@@ -154,9 +166,13 @@ def optimize(
 class _Measuring:
     """Runs whole stacks on the held-out data, and keeps what came out."""
 
-    def __init__(self, work: Work, meter: _Meter) -> None:
+    def __init__(
+        self, work: Work, meter: _Meter, chooser: Chooser, told: Measured | None
+    ) -> None:
         self._work = work
         self._meter = meter
+        self._chooser = chooser
+        self._told = told
         self._found: dict[str, tuple[Quality, TokenValues]] = {}
 
     def __call__(self, stacks: Sequence[Stack]) -> list[tuple[float, float, float]]:
@@ -166,8 +182,21 @@ class _Measuring:
         for stack, values in zip(stacks, every, strict=True):
             found = quality(values, self._work.spec.seed)
             self._found[_name(stack)] = found, values
+        if self._told is not None:
+            self._told([self._row(stack) for stack in stacks])
         kl = [self.of(stack).kl_nats for stack in stacks]
         return [(one.value, one.low, one.high) for one in kl]
+
+    def _row(self, stack: Stack) -> dict[str, Any]:
+        totals, kl = self._chooser.totals(stack), self.of(stack).kl_nats
+        return {
+            "per_token_s": float(totals.per_token_s),
+            "kl_nats": kl.value,
+            "kl_nats_low": kl.low,
+            "kl_nats_high": kl.high,
+            "memory_bytes": int(totals.memory_bytes),
+            "fp8_share": fp8_share(self._work.outline.shape, stack),
+        }
 
     def of(self, stack: Stack) -> Quality:
         """Return the figures of a stack that was run."""

@@ -132,6 +132,10 @@ class Line:
         """Return whether one of these is still to be done."""
         return bool(self._ask("underway", keys=list(keys))[0]["underway"])
 
+    def measured(self, stacks: list[dict[str, Any]]) -> None:
+        """Tell of whole stacks that were measured."""
+        self._ask("measured", stacks=stacks)
+
     def drop(self, keys: Collection[str]) -> None:
         """Take these away: their results were read."""
         self._ask("drop", keys=list(keys))
@@ -202,7 +206,7 @@ def optimize(start: Start, line: Line) -> None:
     spec = OptimizeSpec.from_json(start.spec)
     out = Path(start.folder) / "out"
     outlet = Outlet(out, start.room_bytes)
-    document = optimize(spec, line.tell, Shared(line), tables, outlet)
+    document = optimize(spec, line.tell, Shared(line), tables, outlet, line.measured)
     outputs.write(out, document)
     line.done(document["verdict"]["outcome"], outputs.summarize(document))
 

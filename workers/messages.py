@@ -115,6 +115,28 @@ class Drop(_Message):
     keys: Keys
 
 
+Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Nats = Annotated[float, Field(ge=-1, le=1e6, allow_inf_nan=False)]
+
+
+class MeasuredStack(_Message):
+    """A whole stack that was run on held-out data: seconds are of the model of cost."""
+
+    per_token_s: Seconds
+    kl_nats: Nats
+    kl_nats_low: Nats
+    kl_nats_high: Nats
+    memory_bytes: Annotated[int, Field(ge=0, le=2**60)]
+    fp8_share: Annotated[float, Field(ge=0, le=1)]
+
+
+class Measured(_Message):
+    """Stacks were measured; their owner may see them before the end."""
+
+    do: Literal["measured"]
+    stacks: Annotated[list[MeasuredStack], Field(max_length=64)]
+
+
 class Done(_Message):
     """The job is computed, and its files lie in the output folder."""
 
@@ -153,6 +175,7 @@ Message = (
     | Keep
     | Underway
     | Drop
+    | Measured
     | Done
     | Failed
 )

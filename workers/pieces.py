@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
-from api import pieces as rows, queue
+from api import jobs, pieces as rows, queue
 from api.pieces import PieceClaim
 from api.transitions import Claim
 from optimizer.errors import Cancelled
@@ -22,6 +23,7 @@ from workers.patience import insist, look
 
 logger = logging.getLogger(__name__)
 
+MOST_STACKS = 32  # that a job tells of while it runs; it measures nine
 TOO_LONG = "TooLong"  # of a result: it is kept nowhere
 
 
@@ -79,6 +81,7 @@ class JobsBench(Bench):
     """That of a job's own process; helpers compute its pieces, too."""
 
     job: Claim = field(kw_only=True)
+    told: int = 0  # stacks that the job's owner was told of
 
     @classmethod
     def of(cls, claim: Claim, beat: Pulse, worker: str) -> "JobsBench":
@@ -118,6 +121,16 @@ class JobsBench(Bench):
         own = [self.own(key) for key in keys]
         if not insist(lambda session: rows.drop(session, self.job, own)):
             raise Cancelled(f"job {self.job_id} is another worker's")
+
+    def measured(self, stacks: list[dict[str, Any]]) -> None:
+        """Tell the job's owner of stacks that were measured; of no more than there are.
+
+        Raises Cancelled where the job is another worker's, or stopping.
+        """
+        rows_told = stacks[: MOST_STACKS - self.told]
+        self.told += len(rows_told)
+        if rows_told and not insist(lambda s: jobs.tried(s, self.job, rows_told)):
+            raise Cancelled(f"job {self.job_id} is another worker's, or stopping")
 
 
 @dataclass(slots=True)

@@ -165,6 +165,8 @@ def _done(message: Message, text: bytes, bench: Bench) -> dict[str, Any]:
             return {"underway": bench.underway(keys)}
         case messages.Drop(keys=keys), JobsBench():
             bench.drop(keys)
+        case messages.Measured(stacks=stacks), JobsBench():
+            bench.measured([stack.model_dump() for stack in stacks])
         case messages.Next(), HelpersBench():
             found = bench.next()
             given = asdict(found) if isinstance(found, Piece) else None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,20 @@ def test_values_that_overflow_fp16_keep_it_out(
 
 
 # What stops a run
+
+
+def test_stacks_are_told_of_as_they_are_measured(spec: OptimizeSpec) -> None:
+    told: list[dict[str, Any]] = []
+    found = optimize(spec, quiet, measured=told.extend)
+    stacks = found["validation"]["stacks"]
+    # A label may name a stack that has another one; each is told of once.
+    assert {row["kl_nats"] for row in told} == {s["kl_nats"]["value"] for s in stacks}
+    by_loss = {s["kl_nats"]["value"]: s for s in stacks}
+    for row in told:
+        same = by_loss[row["kl_nats"]]
+        assert row["fp8_share"] == same["fp8_share"]
+        assert row["per_token_s"] == pytest.approx(same["per_token_s"], rel=1e-3)
+        assert row["kl_nats_low"] <= row["kl_nats"] <= row["kl_nats_high"]
 
 
 def test_phases_come_in_order_and_each_is_told(spec: OptimizeSpec) -> None:

@@ -135,6 +135,29 @@ def frame(message: object) -> bytes:
     return len(text).to_bytes(4, "big") + bytes(8) + text
 
 
+MEASURED = {
+    "per_token_s": 0.01,
+    "kl_nats": 0.001,
+    "kl_nats_low": 0.0009,
+    "kl_nats_high": 0.0011,
+    "memory_bytes": 10**9,
+    "fp8_share": 0.5,
+}
+
+
+def boast(start: Start, line: Line) -> None:
+    """Tell of more stacks than any job measures."""
+    for _ in range(50):
+        line.measured([MEASURED] * 2)
+    finish(start, line)
+
+
+def babble(start: Start, line: Line) -> None:
+    """Tell of a stack that there cannot be."""
+    line.measured([{**MEASURED, "per_token_s": "<script>"}])
+    finish(start, line)
+
+
 def steal(start: Start, line: Line) -> None:
     """Finish a piece that was not given to it."""
     line.finish("a" * 64, "{}")
@@ -208,6 +231,8 @@ DEEDS: dict[str, Callable[[Start, Line], None]] = {
     "flood": write(frame({"do": "tell", "phase": "sweep", "fraction": 0.5})),
     "unknown": write(frame({"do": "drop_tables"})),
     "pickle": write(frame({"do": "done", "outcome": "free", "summary": {}})),
+    "boast": boast,
+    "babble": babble,
     "steal": steal,
     "poison": poison,
     "sleep": sleep,

@@ -18,7 +18,9 @@ from api import auth, db, jobs, settings, storage
 from api.models import Artifact, Job, JobEvent, KeptResult, Status
 from optimizer.spec import OptimizeSpec
 from tests.service import eventually
+from tests.workers.rogue import MEASURED
 from workers import relay, workdir
+from workers.pieces import MOST_STACKS
 from workers.tasks import run_job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has the walls")
@@ -119,13 +121,36 @@ def test_it_sees_no_secret_and_reaches_nothing(rogue: Path) -> None:
 
 @pytest.mark.parametrize(
     "deed",
-    ["junk", "huge", "no_json", "flood", "unknown", "pickle", "steal", "odd_name"],
+    [
+        "junk",
+        "huge",
+        "no_json",
+        "flood",
+        "unknown",
+        "pickle",
+        "steal",
+        "odd_name",
+        "babble",
+    ],
 )
 def test_what_is_no_message_ends_the_job_and_not_the_worker(deed: str) -> None:
     told = error(run(deed))
     assert (told["code"], told["category"]) == ("untrusted_process", "platform")
     assert "operator" in told["message"]
     assert error(run("junk"))  # the worker goes on
+
+
+def test_stacks_are_told_of_as_they_are_measured_up_to_a_limit() -> None:
+    job = run("boast")
+    assert job.status is Status.SUCCEEDED, job.error
+    with db.reading() as session:
+        found = session.query(JobEvent).filter_by(
+            job_id=job.id, type="job.trial_completed"
+        )
+        told = [event.details for event in found]
+    assert len(told) == MOST_STACKS
+    assert told[0]["kl_nats"] == MEASURED["kl_nats"]
+    assert told[0]["status"] == "running"
 
 
 def test_memory_that_ran_out_is_tried_again_with_less(rogue: Path) -> None:
