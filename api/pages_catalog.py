@@ -11,6 +11,7 @@ from api.page_render import page
 from api.pages import PageRoute, Visitor
 from api.settings import settings
 from api.upload_bodies import MODEL_FILES
+from optimizer.abilities import Status
 from optimizer.datasets import Distribution
 
 PER_PAGE = 50
@@ -101,10 +102,12 @@ def device_page(name: str, request: Request, visitor: Visitor) -> Response:
     )
 
 
-def _answers(found: hardware.DeviceView) -> dict[str, list[Any]]:
-    """Return the choices by component, what works first."""
-    order = {"supported": 0, "weight_only": 1, "other_kernel": 2, "refused": 3}
+def _answers(found: hardware.DeviceView) -> dict[str, dict[str, list[Any]]]:
+    """Return the choices by component and by the answer."""
     return {
-        str(name): sorted(choices, key=lambda one: order.get(str(one.status), 4))
+        str(name): {
+            str(status): [one for one in choices if one.status is status]
+            for status in Status
+        }
         for name, choices in found.components.items()
     }

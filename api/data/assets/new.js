@@ -130,7 +130,8 @@ function draw(found) {
   const limit = document.createElement("p");
   limit.className = "note";
   const bf16 = found.formats.find((one) => one.name === "bf16") ?? found.formats[0];
-  limit.textContent = `Physical limit of ${bf16.name}: ${seconds(bf16.limits.per_token.seconds)} (${bf16.limits.per_token.said}). ${found.fp8.said}.`;
+  limit.textContent = `Physical limit of ${bf16.name}: ${seconds(bf16.limits.per_token.seconds)} (${bf16.limits.per_token.said}).`;
+  if (!found.recommendation.reasons.includes(found.fp8.said)) limit.textContent += ` ${found.fp8.said}.`;
   body.replaceChildren(scroll, said, limit, ...found.warnings.map((words) => {
     const p = document.createElement("p");
     p.className = "callout";
