@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo model serve test lint format gpu-check bench peers estimator clean
+.PHONY: help install demo model serve test browser lint format gpu-check bench peers estimator clean
 
 help: ## Print every target
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,15 @@ demo: model ## Optimize a real model through the real service, and show what cam
 serve: model ## Run the service until Ctrl-C; prints its address and the bearer key
 	$(BIN)/precision serve --data-dir $(DATA_DIR)
 
-test: lint model ## Run lint, types, import contracts and all tests
+# The tests of the pages drive the machine's own Chromium. Where there is none and we
+# may install one, we do; in CI they fail without it, elsewhere they are skipped.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+	    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
+	  echo "no chromium: the tests of the pages are skipped"
+
+test: lint model browser ## Run lint, types, import contracts and all tests
 	$(BIN)/python -m pytest -q
 
 lint: install ## Run format check, lint, types and import contracts
