@@ -134,7 +134,7 @@ OF_COMPOSE = {"PRECISION_WEIGHTS", "PRECISION_PORT"}
 
 @pytest.mark.parametrize(
     "path",
-    sorted(p for p in DEPLOY.rglob("*") if p.suffix in (".yaml", ".Dockerfile", ".md")),
+    sorted(p for p in DEPLOY.rglob("*") if p.suffix in (".yaml", ".Dockerfile")),
     ids=lambda path: str(path.relative_to(DEPLOY)),
 )
 def test_settings_that_are_named_exist(path: Path) -> None:
