@@ -176,6 +176,8 @@ def _through(
     x: Tensor, scale: Tensor, fmt: Format, finish: Callable[[Piece], object]
 ) -> Tensor:
     """Divide, round and finish piece by piece, so that the steps meet in the cache."""
+    if x.numel() <= PIECE:
+        return _at_once(x.detach(), scale.detach().float(), fmt, finish)
     out, pieces = _pieces(x.detach(), scale.detach().float())
     remaining = iter(pieces)  # shared: a thread on a busy core takes fewer of them
 
@@ -193,6 +195,21 @@ def _through(
     else:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(work, range(threads)))  # list() raises what a thread raised
+    return out
+
+
+def _at_once(
+    x: Tensor, scale: Tensor, fmt: Format, finish: Callable[[Piece], object]
+) -> Tensor:
+    """Do the same to what is one piece: a step of one token has a thousand of them."""
+    out = torch.empty(x.shape)
+    if scale.numel() == 1:
+        scale = scale.reshape(())
+    with torch.inference_mode():
+        torch.div(x, scale, out=out)
+        flat = out.view(-1)
+        rounder(fmt, flat.numel())(flat)
+        finish(Piece(x, scale, out, flat))
     return out
 
 
