@@ -17,9 +17,13 @@ from torch.optim import Optimizer
 
 from optimizer.formats import BF16
 
-SAMPLED = 1 << 16  # weights of a parameter whose change is watched: bounds the copy
+SAMPLED = 1 << 14  # weights of a parameter whose change is watched: bounds the copy
 WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
-_COUNTS = 6  # what `_counts` returns of a parameter
+# Types with the exponents of bf16: the integers of their width, the exponent's field.
+EXPONENTS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +126,55 @@ def looks(
     with torch.no_grad():
         counts = torch.stack([_counts(p, scale) for _, p in graded]).tolist()
     found: dict[str, Look] = {}
-    for (name, _), row in zip(graded, counts, strict=True):
-        seen = (int(n) for n in row[: _COUNTS - 2])
-        look = Look(*seen, *row[_COUNTS - 2 :])
+    for (name, parameter), row in zip(graded, counts, strict=True):
+        elements, zeros, underflowed, squares, weight_squares = row
+        sound = math.isfinite(squares)  # no float32 overflows a float64
+        look = Look(
+            elements=int(elements),
+            zeros=int(zeros),
+            nonfinite=0 if sound else _nonfinite(_values(parameter)),
+            underflowed=int(underflowed),
+            squares=squares,
+            weight_squares=weight_squares,
+        )
         found[name] = found.get(name, Look()) + look
     return found
 
 
-def _counts(parameter: nn.Parameter, scale: Tensor | float) -> Tensor:
-    """Return the fields of a Look, in their order, as float64 on the device."""
+def _values(parameter: nn.Parameter) -> Tensor:
     g = parameter.grad
     assert g is not None
-    g = g.coalesce().values() if g.is_sparse else g
+    return g.coalesce().values() if g.is_sparse else g
+
+
+def _nonfinite(x: Tensor) -> int:
+    return x.numel() - int(x.isfinite().count_nonzero())
+
+
+def _counts(parameter: nn.Parameter, scale: Tensor | float) -> Tensor:
+    """Return (elements, zeros, underflowed, Σg², Σw²) as float64 on the device."""
+    g = _values(parameter)
     nonzero = g.count_nonzero()
-    limit = BF16.smallest_normal * scale
-    tiny = ((g.abs() < limit) & (g != 0)).count_nonzero()  # fp16 holds no such limit
-    zeros = g.numel() - nonzero
     norm = torch.linalg.vector_norm(g, dtype=torch.float64) / scale
     weight = torch.linalg.vector_norm(parameter, dtype=torch.float64)
-    nonfinite = g.numel() - g.isfinite().count_nonzero()
-    elements = torch.full_like(zeros, g.numel())
-    row = [elements, zeros, nonfinite, tiny, norm.square(), weight.square()]
+    row = [
+        torch.full_like(nonzero, g.numel()),
+        g.numel() - nonzero,
+        nonzero - _normal(g, scale),
+        norm.square(),
+        weight.square(),
+    ]
     return torch.stack([value.double() for value in row])
+
+
+def _normal(g: Tensor, scale: Tensor | float) -> Tensor:
+    """Count what bf16 holds with a full significand, and what is not finite."""
+    if g.dtype in EXPONENTS and isinstance(scale, float) and scale == 1.0:
+        as_int, field = EXPONENTS[g.dtype]
+        return (g.view(as_int) & field).count_nonzero()  # its exponent is not zero
+    if g.dtype is torch.float16:
+        return g.count_nonzero()  # its smallest number is far above
+    return (~(g.abs() < BF16.smallest_normal * scale)).count_nonzero()
 
 
 # Outputs
@@ -151,12 +182,17 @@ def _counts(parameter: nn.Parameter, scale: Tensor | float) -> Tensor:
 
 def output_look(y: Tensor) -> Tensor:
     """Return (largest finite |y|, how many are inf or NaN), on the device."""
-    a = y.detach().abs()
-    largest = a.amax() if a.numel() else a.new_zeros(())
-    bad = a.numel() - a.isfinite().count_nonzero()
-    if_bad = a.nan_to_num(nan=0.0, posinf=0.0).amax() if a.numel() else largest
-    finite = torch.where(largest.isfinite(), largest, if_bad)
-    return torch.stack([finite.double(), bad.double()])
+    y = y.detach()
+    if not y.numel():
+        return torch.zeros(2, dtype=torch.float64, device=y.device)
+    low, high = torch.aminmax(y)
+    largest = torch.maximum(-low, high)
+    # Asking a GPU whether it is finite would wait for it; a CPU tells at once.
+    if y.device.type == "cpu" and math.isfinite(float(largest)):
+        return torch.stack([largest.double(), torch.zeros((), dtype=torch.float64)])
+    bad = y.numel() - y.isfinite().count_nonzero()
+    low, high = torch.aminmax(y.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+    return torch.stack([torch.maximum(-low, high).double(), bad.double()])
 
 
 # Updates
