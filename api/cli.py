@@ -5,6 +5,7 @@ Commands talk to the service over HTTP (`options.py` says where it is); those of
 where it found something.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import typer
 
 from api import (
     console,
+    console_training,
     doctor_cli,
     estimate_cli,
     jobs_cli,
@@ -23,6 +25,7 @@ from api import (
     measure,
     models_cli,
     operate,
+    training_views,
     transfers,
     verify_cli,
 )
@@ -72,7 +75,7 @@ class Ask:
     hardware: str
     per_token_s: float | None
     first_token_s: float | None
-    task: str | None
+    task: str | dict[str, Any] | None
     distribution: str | None
     workload: dict[str, int]
     rounding: str | None
@@ -115,7 +118,13 @@ def optimize(
     first_token: Annotated[
         str | None, typer.Option(help="Time to the first token: 300ms.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="chat, completion, …")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="chat, completion, …, or pretrain, finetune, lora; or as JSON: "
+            '{"type": "lora", "steps": 50}.'
+        ),
+    ] = None,
     distribution: Annotated[
         str | None,
         typer.Option("--data", help="A built-in name, or a file of JSON lines."),
@@ -170,7 +179,7 @@ def optimize(
             first_token_s=None
             if first_token is None
             else seconds(first_token, "--first-token"),
-            task=task,
+            task=_task(task),
             distribution=_distribution(client, distribution),
             workload={k: n for k, n in workload.items() if n is not None},
             rounding=rounding,
@@ -198,6 +207,16 @@ def _created(client: Client, ask: Ask, *, here: bool) -> dict[str, Any]:
                 raise
     model = models_cli.send_model(client, folder)["name"]
     return client.optimize(replace(ask, model=model).body())
+
+
+def _task(said: str | None) -> str | dict[str, Any] | None:
+    """Return a task to send: a name, or the object that was written as JSON."""
+    if said is None or not said.startswith("{"):
+        return said
+    try:
+        return dict(json.loads(said))
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint="--task") from None
 
 
 def _distribution(client: Client, name: str | None) -> str | None:
@@ -228,7 +247,7 @@ def _show_end(client: Client, job: dict[str, Any], as_json: bool) -> int:
     if as_json:
         typer.echo(dumps(job))
     elif job["status"] == "succeeded":
-        console.stack(client.report(job["id"]))
+        _print_report(client.report(job["id"]))
         again = f"report: precision report {job['id']} --html --out FILE"
         console.out.print(again, soft_wrap=True)  # to be copied
     else:
@@ -236,6 +255,11 @@ def _show_end(client: Client, job: dict[str, Any], as_json: bool) -> int:
     if job["status"] != "succeeded":
         return 1
     return SLA_NOT_MET if job["outcome"] == "sla_not_met" else 0
+
+
+def _print_report(document: dict[str, Any]) -> None:
+    probed = document["schema"] == training_views.SCHEMA
+    (console_training.report if probed else console.stack)(document)
 
 
 @app.command()

@@ -30,7 +30,7 @@ from optimizer.seal import INTEGRITY
 
 ALGORITHM = "ed25519"
 PURPOSE = "report signatures"
-SCHEMA = "precision.report/"
+SCHEMAS = ("precision.report/", "precision.training_report/")
 MAX_BYTES = 256 << 20  # of a report: one of a model of 126 layers has 7 MB
 
 
@@ -99,7 +99,7 @@ def parse(content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise Unverified(f"not a report: {error}") from None
     schema = document.get("schema")
-    if not isinstance(schema, str) or not schema.startswith(SCHEMA):
+    if not isinstance(schema, str) or not schema.startswith(SCHEMAS):
         raise Unverified(f"not a report: its schema is {str(schema)[:80]!r}")
     return document
 

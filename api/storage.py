@@ -31,6 +31,7 @@ MEDIA_TYPES = {
     ".csv": "text/csv; charset=utf-8",
     ".py": "text/x-python; charset=utf-8",
     ".pdf": "application/pdf",
+    ".yaml": "application/yaml",
 }
 
 

@@ -22,6 +22,14 @@ KINDS = {
     "checkpoint": "checkpoint",
     "transformer_engine_plan.py": "module_plan",
     "torchao.json": "configuration",
+    # of a training
+    "training_stack.json": "stack",
+    "training_arguments.json": "configuration",
+    "deepspeed.json": "configuration",
+    "fsdp.json": "configuration",
+    "transformer_engine.yaml": "configuration",
+    "transformer_engine_recipe.json": "configuration",
+    "torchao_float8.py": "configuration",
 }
 
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from optimizer.seal import sealed
+
 Document = dict[str, Any]
 
 
@@ -12,6 +14,7 @@ def write(folder: Path, document: Document) -> None:
     from optimizer.training.exports import files
     from optimizer.training.report import render_html
 
+    document = sealed(document)
     texts = {
         "report.json": json.dumps(document, allow_nan=False),
         "report.html": render_html(document),

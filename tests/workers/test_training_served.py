@@ -1,0 +1,41 @@
+"""A training is probed by the real service: queued, walled in, computed, published."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import app
+from tests.service import service, tiny_model
+
+pytestmark = [pytest.mark.service, pytest.mark.slow]
+TASK = (
+    '{"type": "pretrain", "steps": 8, "batch_size": 4, "sequence_tokens": 16, '
+    '"learning_rate": 0.003, "candidates": ["bf16", "fp8_current"]}'
+)
+
+
+def test_a_probe_ends_with_a_report_and_configurations(tmp_path: Path) -> None:
+    data_dir, out = tmp_path / "data", tmp_path / "out"
+    tiny_model(data_dir / "models" / "tiny")
+    asked = ["optimize", "tiny", "--hardware", "h100", "--task", TASK]
+    with service(data_dir) as running:
+        where = ["--data-dir", str(data_dir), "--out", str(out)]
+        done = CliRunner().invoke(app, [*asked, *where])
+        assert done.exit_code == 0, done.output
+        (listed,) = running.client.jobs()
+        job = running.client.job(listed["id"])
+        document = running.client.report(job["id"])
+    assert job["outcome"] == document["verdict"]["outcome"] == "recommended"
+    assert "fp8_current" in done.stdout
+    assert "Train in fp8_current" in " ".join(done.stdout.split())
+    written = {path.name for path in out.iterdir()}
+    assert written >= {
+        "report.json",
+        "report.html",
+        "training_stack.json",
+        "training_arguments.json",
+        "deepspeed.json",
+        "fsdp.json",
+        "torchao_float8.py",
+    }
