@@ -9,6 +9,7 @@
 
   function show(mark) {
     for (const m of marks) m.classList.toggle("on", m === mark);
+    shown.classList.add("on");
     shown.textContent = mark.getAttribute("aria-label");
   }
 
