@@ -5,8 +5,6 @@ headers to look at is in `api.server`.
 
 * APIError
   * UnknownHost      400  unknown_host
-  * TooSlow          408  request_timeout
-  * BodyTooLarge     413  body_too_large
   * HeadersTooLarge  431  headers_too_large
 """
 
@@ -20,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import problems
 from api.errors import APIError, BodyTooLarge, NotFound
 from api.settings import settings
+from api.upload_errors import RequestTimeout
 
 PROBES = frozenset({"/livez", "/readyz", "/healthz", "/metrics"})  # asked by address
 MIN_BYTES_S = 1024  # a body that comes more slowly than this holds us up
@@ -31,14 +30,6 @@ class UnknownHost(APIError):
     status = 400
     code = "unknown_host"
     title = "No such host"
-
-
-class TooSlow(APIError):
-    """The body does not come."""
-
-    status = 408
-    code = "request_timeout"
-    title = "The body took too long"
 
 
 class HeadersTooLarge(APIError):
@@ -78,7 +69,7 @@ class Bodies:
         self.limits = sorted(limits.items(), key=lambda item: -len(item[0]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Raises BodyTooLarge or TooSlow where the body is read."""
+        """Serve one request. Raises BodyTooLarge, or RequestTimeout, where the body is read."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -119,9 +110,10 @@ async def _within(receive: Receive, seconds: float) -> Message:
         async with asyncio.timeout(seconds):
             return await receive()
     except TimeoutError:
-        raise TooSlow(
+        raise RequestTimeout(
             f"after {settings().body_patience_s:g} s a body has to come at {MIN_BYTES_S} "
-            "bytes a second or faster"
+            "bytes a second or faster; send it again",
+            headers={"Connection": "close"},
         ) from None
 
 

@@ -107,7 +107,11 @@ async def get_job(
     return _applied(seen.response(304 if same else 200), asked.applied)
 
 
-@router.post("/jobs/{job_id}/cancel", status_code=202)
+@router.post(
+    "/jobs/{job_id}/cancel",
+    status_code=202,
+    responses={200: {"model": views.JobView, "description": "It has ended"}},
+)
 def cancel_job(job_id: str, caller: Caller, response: Response) -> views.JobView:
     """Ask a job to stop. 200 where it has ended, however it did."""
     with db.transaction() as session:

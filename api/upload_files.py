@@ -4,7 +4,6 @@
 which one counts; `uploads/<id>/files` is what they become.
 """
 
-import asyncio
 import errno
 import fcntl
 import hashlib
@@ -24,9 +23,8 @@ from api import ids
 from api.errors import BodyTooLarge
 from api.part_plan import Files, parts
 from api.settings import settings
-from api.upload_errors import RequestTimeout, StorageFull
+from api.upload_errors import StorageFull
 
-STALL_S = 30.0  # a client that sends nothing for so long has gone
 BLOCK_BYTES = 1 << 20
 STRAY_S = 86_400.0
 Consumer = Callable[[bytes], object]
@@ -64,8 +62,8 @@ class Came:
 async def receive(stream: AsyncIterator[bytes], target: Path, limit: int) -> Came:
     """Write a body to a new, durable file in the folder `target`.
 
-    Raises BodyTooLarge, RequestTimeout and StorageFull, and leaves no file where
-    anything goes wrong, a lost connection too.
+    Raises BodyTooLarge and StorageFull, and leaves no file where anything goes wrong:
+    a connection that is lost, or a client that falls silent.
     """
     target.mkdir(parents=True, exist_ok=True)
     partial = target / f".{secrets.token_hex(16)}.part"
@@ -104,17 +102,8 @@ def _take(write: Consumer, update: Consumer, block: bytes) -> None:
 async def _blocks(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield larger pieces of a body, so that threads are changed less often."""
     held = bytearray()
-    while True:
-        try:
-            async with asyncio.timeout(STALL_S):
-                held += await anext(stream)
-        except StopAsyncIteration:
-            break
-        except TimeoutError:
-            raise RequestTimeout(
-                f"nothing came for {STALL_S:g} s; send the part again",
-                headers={"Connection": "close"},
-            ) from None
+    async for some in stream:
+        held += some
         if len(held) >= BLOCK_BYTES:
             yield bytes(held)
             held.clear()

@@ -4,6 +4,7 @@ The calls come from the description of the API. A path with a parameter that nob
 here knows fails the tests: whoever adds a route says what its id stands for.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from fastapi import FastAPI
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api import auth, ids, jobs, storage
+from api import auth, ids, jobs, storage, upload_files
 from api.base import Base
 from api.models import (
     ApiKey,
@@ -30,8 +31,10 @@ from api.models import (
     now,
 )
 from optimizer.spec import OptimizeSpec
-from tests.api.conftest import REPORT, SUMMARY, Json
+from tests.api.conftest import SUMMARY, Json
+from tests.optimizer.example_document import example_document
 
+PART = b"no tensors"
 MARK = "belongs-to-acme"  # in every text that a row of the tenant holds
 
 # Operations whose parameter names nothing that a tenant owns, or only its own.
@@ -141,7 +144,10 @@ def _job(session: Session, tenant_id: str) -> str:
     job = jobs.submit(session, tenant_id, spec, body)
     claim = jobs.claim(session, job.id, "worker-1")
     assert claim is not None
-    files = {"report.json": json.dumps(REPORT).encode(), "report.html": MARK.encode()}
+    files = {
+        "report.json": json.dumps(example_document(layers=2)).encode(),
+        "report.html": MARK.encode(),
+    }
     stored = [storage.put(job.id, 1, name, data) for name, data in files.items()]
     jobs.succeed(session, claim, "sla_met", SUMMARY, stored)
     return job.id
@@ -182,17 +188,21 @@ def _upload(session: Session, tenant_id: str) -> str:
         tenant_id=tenant_id,
         kind="model",
         name=f"{MARK}.on-its-way",
-        files=[{"path": "model.safetensors", "bytes": 10}],
-        bytes=10,
-        part_bytes=10,
+        files=[{"path": "model.safetensors", "bytes": len(PART)}],
+        bytes=len(PART),
+        part_bytes=len(PART),
         created_at=at,
         expires_at=at + timedelta(days=1),
     )
     upload = _add(session, row)
+    sha256 = hashlib.sha256(PART).hexdigest()
     part = UploadPart(
-        upload_id=upload, number=1, sha256="0" * 64, bytes=10, created_at=at
+        upload_id=upload, number=1, sha256=sha256, bytes=len(PART), created_at=at
     )
     session.add(part)
+    file = upload_files.part_file(upload, 1, sha256)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(PART)
     return upload
 
 
