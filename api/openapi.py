@@ -35,6 +35,7 @@ HEADERS = {  # of every answer
     },
 }
 NEEDED = ("if-match", "content-digest")  # without them: a problem of their own
+EXAMPLES = Path(__file__).with_name("examples.json")
 FILE = Path(__file__).with_name("openapi.json")
 
 
@@ -71,13 +72,25 @@ def _described(app: FastAPI) -> dict[str, Any]:
     parts["Problem"] = problem
     schema["components"]["headers"] = HEADERS
     schema["tags"] = [{"name": name, "description": said} for name, said in TAGS]
+    examples = json.loads(EXAMPLES.read_text("utf-8")) if EXAMPLES.exists() else {}
     for operation in _operations(schema):
+        _show(operation, examples.get(operation["operationId"], {}))
         for parameter in operation.get("parameters", ()):
             _say_what_can_be_sent(parameter)
         for answer in operation["responses"].values():
             told = answer.setdefault("headers", {})
             told |= {n: {"$ref": f"#/components/headers/{n}"} for n in HEADERS}
     return schema
+
+
+def _show(operation: dict[str, Any], example: dict[str, Any]) -> None:
+    """Put what was sent and answered once beside the schemas."""
+    if "request" in example:
+        body = operation["requestBody"]["content"]["application/json"]
+        body["example"] = example["request"]
+    if "response" in example:
+        answer = operation["responses"][example["status"]]
+        answer["content"]["application/json"]["example"] = example["response"]
 
 
 def _say_what_can_be_sent(parameter: dict[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
 from api import openapi, scopes
@@ -60,6 +62,37 @@ def test_every_error_is_described_as_a_problem(
         assert list(content) == ["application/problem+json"]
         for status in operation["responses"]:
             assert status != "422"  # FastAPI's own form of it
+
+
+def examples(
+    operations: list[dict[str, Any]],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every JSON body that is described, and a good answer, as it was shown."""
+    for operation in operations:
+        name = operation["operationId"]
+        sent = operation.get("requestBody", {}).get("content", {})
+        if body := sent.get("application/json"):
+            yield name, body
+        good = [a for s, a in operation["responses"].items() if s < "3"]
+        answers = [a.get("content", {}).get("application/json") for a in good]
+        if said := [answer for answer in answers if answer]:
+            yield name, next((a for a in said if "example" in a), said[0])
+
+
+def test_every_body_has_an_example_that_is_one(
+    app: FastAPI, operations: list[dict[str, Any]]
+) -> None:
+    components = openapi.describe(app)["components"]
+    seen = 0
+    for name, body in examples(operations):
+        assert "example" in body, f"{name}: `python -m tests.api.examples` makes one"
+        schema = {**body["schema"], "components": components}
+        found = list(Draft202012Validator(schema).iter_errors(body["example"]))
+        assert found == [], name
+        seen += 1
+    assert seen >= 60
+    told = openapi.EXAMPLES.read_text("utf-8")
+    assert not re.search(r"po_live_\w|whsec_\w|/tmp/", told)
 
 
 def test_every_webhook_is_described(app: FastAPI) -> None:
