@@ -20,6 +20,7 @@ from api import (
     embed,
     estimate,
     formats,
+    guide,
     hardware,
     health,
     key_routes,
@@ -110,7 +111,7 @@ def create_app() -> FastAPI:
         health,
     ):
         app.include_router(part.router)
-    for page_part in (pages, pages_jobs, pages_catalog, backstage):
+    for page_part in (pages, pages_jobs, pages_catalog, guide, backstage):
         app.include_router(page_part.router)
     app.include_router(embed.frames)
     app.include_router(pages.last)

@@ -7,6 +7,7 @@ COPY api api
 COPY workers workers
 COPY optimizer optimizer
 COPY migrations migrations
+COPY deploy/guide deploy/guide
 RUN python -m venv /opt/precision \
  && /opt/precision/bin/pip install --no-cache-dir '.[api,s3]' \
  && ! /opt/precision/bin/python -c 'import torch' 2>/dev/null

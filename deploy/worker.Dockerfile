@@ -10,6 +10,7 @@ COPY api api
 COPY workers workers
 COPY optimizer optimizer
 COPY migrations migrations
+COPY deploy/guide deploy/guide
 # The base has torch and transformer-engine, built for each other: pip finds them there.
 RUN pip install --no-cache-dir ".[${EXTRA},s3]"
 RUN useradd --uid 10001 --create-home precision \
