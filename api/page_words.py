@@ -33,6 +33,10 @@ OUTCOMES = {
     "sla_met": ("✓", "SLA met"),
     "sla_not_met": ("✗", "SLA not met"),
     "no_improvement": ("=", "No improvement"),
+    # of a training
+    "recommended": ("✓", "Recommended"),
+    "recommended_with_promotions": ("✓", "Recommended, with promotions"),
+    "unstable": ("✗", "fp32 itself does not train"),
 }
 COMPONENTS = {
     "embeddings": "Embeddings",
@@ -81,8 +85,8 @@ def state(status: str, outcome: str | None = None) -> tuple[str, str, str]:
     """Return the sign, the word and the tone of a job's state."""
     if outcome in OUTCOMES:
         sign, word = OUTCOMES[outcome]
-        tones = {"sla_met": "good", "sla_not_met": "bad"}
-        return sign, word, tones.get(outcome, "even")
+        tones = {"✓": "good", "✗": "bad"}
+        return sign, word, tones.get(sign, "even")
     sign, word = STATES.get(status, ("?", status))
     tones = {"failed": "bad", "succeeded": "good", "queued": "even"}
     live = status not in {str(final) for final in FINAL}

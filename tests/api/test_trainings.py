@@ -38,7 +38,13 @@ SUMMARY = {
     "precision_stack": REPORT["precision_stack"],
     "front": [],
     "chosen": {},
-    "training": {"precision": "bf16"},
+    "training": {
+        "precision": "bf16",
+        "sentence": "Train in bf16: it follows fp32.",
+        "held_out_loss": {"value": 0.001, "low": 0.0, "high": 0.002, "floor": 0.003},
+        "candidates": [{"name": "bf16", "status": "safe", "unusable": None}],
+        "loss_scaling": {"needed": False, "initial": 65536.0},
+    },
 }
 
 
@@ -185,3 +191,19 @@ def test_every_part_of_a_probes_job_answers(client: TestClient, done: str) -> No
         ("fp8_current", False, "no units"),
     ]
     assert client.get(f"/v1/jobs/{done}/report").json()["schema"] == REPORT["schema"]
+
+
+def test_the_page_of_a_probes_job_speaks_of_training(
+    client: TestClient, done: str
+) -> None:
+    page = client.get(f"/ui/jobs/{done}").text
+    assert "Train in bf16: it follows fp32." in page
+    assert "Held-out loss against fp32" in page
+    assert "Recommended" in page
+    for of_serving in ("Pareto front", "KL from the reference", "Per output token"):
+        assert of_serving not in page
+
+
+def test_a_probes_job_can_be_compared(client: TestClient, done: str) -> None:
+    answer = client.get("/ui/compare", params={"job": [done, done]})
+    assert answer.status_code < 500
