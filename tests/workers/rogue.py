@@ -6,6 +6,7 @@ the name of the job's model says what it does. The walls are the real ones.
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -67,6 +68,34 @@ def look_around(start: Start, line: Line) -> None:
         "umask": os.umask(0),
     }  # fmt: skip
     (mine / "out" / "facts.json").write_text(json.dumps(facts))
+    line.done("sla_met", {})
+
+
+def search_memory(start: Start, line: Line) -> None:
+    """Look for two strings in all of this process's memory.
+
+    One is known to be there. The other is read backwards and never put together, so
+    that the search does not find itself.
+    """
+    first, *rest = reversed((Path(start.spec["model_path"]) / "needle").read_text())
+    wanted = re.compile(f"[{first}]{''.join(rest)}".encode())
+    known = start.folder.encode()
+    facts = {"secret": 0, "known": 0, "bytes": 0}
+    with Path("/proc/self/mem").open("rb", 0) as memory:
+        for line_of_map in Path("/proc/self/maps").read_text().splitlines():
+            span, rights, *_ = line_of_map.split()
+            if "r" not in rights:
+                continue
+            begin, end = (int(part, 16) for part in span.split("-"))
+            try:
+                memory.seek(begin)
+                content = memory.read(end - begin)
+            except (OSError, OverflowError):  # what the kernel alone has there
+                continue
+            facts["secret"] += len(wanted.findall(content))
+            facts["known"] += content.count(known)
+            facts["bytes"] += len(content)
+    (Path(start.folder) / "out" / "facts.json").write_text(json.dumps(facts))
     line.done("sla_met", {})
 
 
@@ -218,6 +247,7 @@ def finish(start: Start, line: Line) -> None:
 
 DEEDS: dict[str, Callable[[Start, Line], None]] = {
     "look_around": look_around,
+    "search_memory": search_memory,
     "no_report": no_report,
     "take_memory": take_memory,
     "take_all_memory": take_all_memory,

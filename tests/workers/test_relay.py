@@ -119,6 +119,26 @@ def test_it_sees_no_secret_and_reaches_nothing(rogue: Path) -> None:
     assert secret.read_text() == "secret"
 
 
+def test_no_secret_is_anywhere_in_its_memory(
+    rogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "hunter2-and-more"
+    monkeypatch.setenv("PRECISION_SECRET_KEY", secret)
+    monkeypatch.setenv("PRECISION_RATE_LIMIT_URL", f"redis://:{secret}@127.0.0.1:1/0")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    settings.settings.cache_clear()
+    assert settings.settings().secret_key.get_secret_value() == secret
+    model = rogue / "models" / "tiny"
+    model.mkdir(parents=True)
+    (model / "needle").write_text(secret[::-1])
+    job = run("search_memory", model_path=str(model))
+    assert job.status is Status.SUCCEEDED, job.error
+    facts = json.loads(storage.store().read(storage.key(job.id, 1, "facts.json")))
+    assert facts["secret"] == 0
+    assert facts["known"] > 0
+    assert facts["bytes"] > 10**6
+
+
 @pytest.mark.parametrize(
     "deed",
     [
