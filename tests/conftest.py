@@ -1,8 +1,10 @@
 """Databases, bells and a client: the only shared fixtures."""
 
+import hashlib
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -23,6 +25,8 @@ from api import (
     storage,
 )
 from api.app import create_app
+
+BOTH = ["sqlite", pytest.param("postgres", marks=pytest.mark.service)]
 
 
 def _forget() -> None:
@@ -115,13 +119,42 @@ def sqlite(data_dir: Path) -> Path:
     return data_dir
 
 
-@pytest.fixture(
-    params=["sqlite", pytest.param("postgres", marks=pytest.mark.service)],
-)
+@pytest.fixture(params=BOTH)
 def database(request: pytest.FixtureRequest) -> str:
     """Run the test on SQLite and on PostgreSQL."""
     request.getfixturevalue(request.param)
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Start a server of the S3 protocol."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the server, not of ours
+        from moto.server import ThreadedMotoServer
+
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(data_dir: Path, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Point the storage at a fresh bucket."""
+    name = f"bucket-{hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]}"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tester")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    import fsspec
+
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
+    monkeypatch.setenv("PRECISION_STORAGE_URL", f"s3://{name}/precision")
+    settings.settings.cache_clear()
+    storage.store.cache_clear()
+    return name
 
 
 @pytest.fixture
@@ -137,8 +170,24 @@ def bells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return rung
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what asks the API on both databases where the module is marked so."""
+    if metafunc.definition.get_closest_marker("both") and (
+        "home" in metafunc.fixturenames
+    ):
+        metafunc.parametrize("home", BOTH, indirect=True)
+
+
 @pytest.fixture
-def client(sqlite: Path, bells: list[str], key: str) -> Iterator[TestClient]:
+def home(request: pytest.FixtureRequest) -> str:
+    """The database of the API: SQLite, and PostgreSQL where a test is marked `both`."""
+    name = getattr(request, "param", "sqlite")
+    request.getfixturevalue(name)
+    return str(name)
+
+
+@pytest.fixture
+def client(home: str, bells: list[str], key: str) -> Iterator[TestClient]:
     """The API, asked by the tenant `acme`."""
     headers = {"Authorization": f"Bearer {key}"}
     with TestClient(create_app(), headers=headers) as client:
@@ -146,7 +195,7 @@ def client(sqlite: Path, bells: list[str], key: str) -> Iterator[TestClient]:
 
 
 @pytest.fixture
-def key(sqlite: Path) -> str:
+def key(home: str) -> str:
     """An API key of the tenant `acme`."""
     with db.transaction() as session:
         return auth.create_key(session, "acme", "test", ["admin"])

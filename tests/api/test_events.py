@@ -24,6 +24,8 @@ from api.transitions import Claim
 from tests.api.conftest import Refused
 from tests.service import eventually
 
+pytestmark = pytest.mark.both
+
 STREAM = {"Accept": "text/event-stream"}
 
 

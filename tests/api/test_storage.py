@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,36 +9,6 @@ import pytest
 from api import storage
 from api.settings import settings
 from api.storage import StorageUnavailable
-
-
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the server, not of ours
-        from moto.server import ThreadedMotoServer
-
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def bucket(data_dir: Path, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Point the storage at a fresh bucket."""
-    name = f"bucket-{hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]}"
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tester")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
-    import fsspec
-
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
-    monkeypatch.setenv("PRECISION_STORAGE_URL", f"s3://{name}/precision")
-    settings.cache_clear()
-    storage.store.cache_clear()
-    return name
 
 
 @pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.service)])

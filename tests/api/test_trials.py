@@ -9,6 +9,8 @@ from api import db, jobs, storage
 from tests.api.conftest import SUMMARY, Refused
 from tests.optimizer.example_document import example_document
 
+pytestmark = pytest.mark.both
+
 
 @pytest.fixture
 def tried(job_id: str) -> str:
