@@ -122,6 +122,23 @@ def test_a_disk_that_is_full_fails_the_job_and_leaves_no_file() -> None:
         storage.store().read(storage.key(job_id, 1, "report.json"))
 
 
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_a_bucket_has_the_files_of_a_job_and_one_that_is_away_fails_it(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = submit()
+    assert worker.finish(worker.start("one file is stored")) == [KILLED]
+    end_leases()
+    assert worker.finish(worker.start()) == [0]
+    assert ended(stored).job.status is Status.SUCCEEDED  # its files are read there
+    monkeypatch.setenv("PRECISION_STORAGE_URL", "s3://no-such-bucket/x")
+    lost = submit()
+    assert worker.finish(worker.start()) == [0]
+    error = ended(lost).job.error
+    assert error is not None
+    assert (error["code"], error["retryable"]) == ("storage_write_failed", True)
+
+
 def test_a_database_that_comes_and_goes_costs_no_attempt() -> None:
     job_id = submit(tenth_s=30)
     with outages():

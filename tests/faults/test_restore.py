@@ -14,6 +14,7 @@ from api.client import FINAL, Client
 from api.settings import settings
 from optimizer import checkpoint
 from optimizer.spec import OptimizeSpec
+from tests.faults.conftest import LIGHT
 from tests.service import eventually, service, tiny_model
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
@@ -80,7 +81,7 @@ def test_a_queued_job_finishes_after_a_restore(
     dump_wipe_restore(database, tmp_path_factory.mktemp("dump"))
     db.migrate()
     db.close()
-    environment = {"PRECISION_DATABASE_URL": settings().database_url}
+    environment = {**LIGHT, "PRECISION_DATABASE_URL": settings().database_url}
     with (
         service(data_dir, environment=environment) as running,
         Client(str(running.address["url"]), key) as client,

@@ -20,6 +20,7 @@ import pytest
 import redis
 
 from api import db, queue
+from api.client import ClientError
 from api.models import IdempotencyKey, Job, JobEvent, Status
 from tests.faults.conftest import broker_url, programs
 from tests.faults.ends import End, ended, trail
@@ -132,24 +133,34 @@ def test_a_broker_that_does_not_answer_delays_and_loses_nothing(
 def test_a_broker_that_forgets_and_one_that_is_killed_lose_nothing(
     running: Service,
 ) -> None:
-    made = [ask(running, 15) for _ in range(3)]
-    busy(made[0])
+    runs = ask(running, 20)
+    busy(runs)
     with redis.Redis.from_url(broker_url(running)) as broker:
         broker.flushall()
-    made.append(ask(running, 1))
+    waits = ask(running, 1)
     (pid,) = programs(running, "valkey")
     os.kill(pid, signal.SIGKILL)
-    made.append(ask(running, 1))
-    for job_id in made:
+    for job_id in (runs, waits):
         succeeded(job_id)
     assert programs(running, "valkey") != [pid]
 
 
 def test_a_database_that_comes_and_goes_loses_nothing(running: Service) -> None:
+    key = uuid4().hex
+
+    def accepted() -> str | None:
+        try:
+            return str(running.client.optimize(body(1), key)["id"])
+        except ClientError as error:
+            if error.status != 503:
+                raise
+            return None
+
+    runs = ask(running, 20)
     with outages():
-        made = [ask(running, 10) for _ in range(3)]
+        asked_for = eventually(accepted, 60)
         time.sleep(3.0)
-    for job_id in made:
+    for job_id in (runs, asked_for):
         assert ended(job_id).job.status is Status.SUCCEEDED
 
 
@@ -171,10 +182,10 @@ def test_a_message_that_comes_again_and_again_starts_nothing_twice(
 def test_many_bells_for_one_job_start_it_once(running: Service) -> None:
     heard = taken(running)
     job_id = ask(running, 20)
-    for _ in range(4):
+    for _ in range(2):
         queue.ring(job_id)
     assert succeeded(job_id).count("job.started") == 1
-    assert eventually(lambda: taken(running) - heard >= 4, 60)
+    assert eventually(lambda: taken(running) - heard >= 2, 60)
 
 
 def taken(running: Service) -> int:
@@ -194,10 +205,10 @@ def test_workers_whose_clocks_are_an_hour_ahead_change_no_time(
     assert timedelta(minutes=50) < ahead < timedelta(minutes=70)
     with db.reading() as session:
         told = session.query(JobEvent).filter_by(job_id=job_id)
-        times = [event.at for event in told.order_by(JobEvent.seq)]
-    assert times == sorted(times)
+        times = [event.at for event in told]
     assert job.finished_at is not None
-    assert job.finished_at - job.created_at < timedelta(minutes=5)
+    for at in (job.created_at, job.finished_at, *times):
+        assert abs(datetime.now(UTC) - at) < timedelta(minutes=5)
 
 
 def test_a_worker_that_is_asked_to_go_ends_its_job_first(running: Service) -> None:
@@ -209,7 +220,7 @@ def test_a_worker_that_is_asked_to_go_ends_its_job_first(running: Service) -> No
 
 
 def test_a_worker_that_is_told_to_go_gives_its_job_back(running: Service) -> None:
-    job_id = ask(running, 80)
+    job_id = ask(running, 60)
     worker = worker_of(busy(job_id))
     os.kill(worker, signal.SIGQUIT)
     assert eventually(gone(worker), 20)
@@ -221,16 +232,15 @@ def gone(pid: int) -> Callable[[], bool]:
     return lambda: b"celery" not in _command(pid)
 
 
-@pytest.mark.parametrize(
-    ("seed", "code", "attempts"),
-    [(ENDS, "worker_lost", 2), (IS_KILLED, "device_out_of_memory", 1)],
-    ids=["its process ends", "the kernel kills its process"],
-)
-def test_a_job_that_always_dies_is_given_up_and_the_next_one_runs(
-    running: Service, seed: int, code: str, attempts: int
+def test_jobs_that_always_die_are_given_up_and_the_next_one_runs(
+    running: Service,
 ) -> None:
-    poison, next_one = ask(running, seed), ask(running, 1)
-    end = ended(poison)
-    assert end.job.error is not None
-    assert (end.job.error["code"], end.job.attempt) == (code, attempts)
+    """One ends its process without a word, one is killed as the kernel does it."""
+    found = {ENDS: ("worker_lost", 2), IS_KILLED: ("device_out_of_memory", 1)}
+    poison = {seed: ask(running, seed) for seed in found}
+    next_one = ask(running, 1)
+    for seed, (code, attempts) in found.items():
+        end = ended(poison[seed])
+        assert end.job.error is not None
+        assert (end.job.error["code"], end.job.attempt) == (code, attempts)
     succeeded(next_one)

@@ -16,7 +16,7 @@ from typing import Any
 from api import db, jobs, pieces, queue, settings, storage
 from tests.faults import numerics
 from tests.workers import in_thread
-from workers import relay, tasks
+from workers import outputs, relay, tasks
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.faults.worker", "sqlalchemy.dialects.sqlite"])
@@ -85,7 +85,7 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "all files are stored": lambda: before(jobs, "succeed"),
     "the success is not committed": lambda: after(jobs, "succeed"),
     "it has succeeded": lambda: after(tasks, "_finalize"),
-    "the disk is full": lambda: full_disk(storage, "put_file"),
+    "the disk is full": lambda: full_disk(outputs, "write"),
 }
 DEADLY = [name for name in MOMENTS if name not in ("", "the disk is full")]
 
