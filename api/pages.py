@@ -135,7 +135,6 @@ async def sign_out(request: Request) -> Response:
     page_session.require_same_origin(request)
     response = RedirectResponse(SIGN_IN, 303)
     page_session.end(request, response)
-    response.headers["Clear-Site-Data"] = '"cache"'
     return response
 
 
