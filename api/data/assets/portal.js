@@ -80,7 +80,7 @@ export async function refresh(address = location.href) {
     if (!other || other.innerHTML === part.innerHTML) continue;
     const focused = part.contains(document.activeElement) ? document.activeElement : null;
     const label = focused?.textContent;
-    part.replaceChildren(...other.childNodes);
+    part.replaceChildren(...other.cloneNode(true).childNodes); // `fresh` stays whole
     if (focused) [...part.querySelectorAll("button, a")].find((e) => e.textContent === label)?.focus();
   }
   return fresh;
