@@ -12,6 +12,7 @@ from api import auth, db, page_session
 from api.app import create_app
 from api.callers import verified
 from api.models import now
+from api.settings import settings
 from tests.api.conftest import BODY
 
 ASSETS = Path(__file__).parents[2] / "api" / "data" / "assets"
@@ -79,6 +80,17 @@ def test_what_is_no_key_begins_no_session(browser: TestClient, shown: str) -> No
     assert answer.status_code == 401
     assert "not valid" in answer.text
     assert "set-cookie" not in answer.headers
+
+
+def test_guessing_keys_soon_ends(
+    sqlite: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRECISION_REFUSALS_PER_MINUTE", "3")
+    settings.cache_clear()
+    with TestClient(create_app(), follow_redirects=False) as browser:
+        answers = [browser.post("/ui/signin", data={"key": "guess"}) for _ in range(4)]
+        assert [a.status_code for a in answers] == [401, 401, 401, 429]
+        assert browser.post("/ui/signin", data={"key": key}).status_code == 429
 
 
 @pytest.mark.parametrize(

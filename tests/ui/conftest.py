@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from playwright.sync_api import Browser, Page
@@ -28,7 +29,7 @@ class Portal(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        source = self.path.partition("?src=")[2]
+        source = unquote(self.path.partition("?src=")[2])
         page = (
             "<!doctype html><title>portal</title><h1>Portal</h1>"
             "<script>addEventListener('message', e => {"

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -114,7 +115,7 @@ def test_a_portal_may_frame_a_job_and_nobody_else(
     page.get_by_role("button", name="Make a view link").click()
     link = page.get_by_label("Address")
     expect(link).to_have_value(re.compile("#vt=pv_"))
-    address = link.input_value()
+    address = quote(link.input_value(), safe="")
 
     context = browser.new_context(viewport={"width": 800, "height": 700})
     said: list[str] = []
@@ -160,7 +161,7 @@ def test_a_stream_that_was_cut_goes_on(page: Page, running: Service) -> None:
     page.context.set_offline(False)
     expect(page.locator("#state .verdict")).to_be_visible(timeout=RESULT_MS)
     times = page.locator("#log li").all_inner_texts()
-    assert len(times) == len({*times}) or "Measured" in str(times)
+    assert len([line for line in times if "A worker took it" in line]) == 1
 
 
 def _body() -> dict[str, object]:
