@@ -59,6 +59,10 @@ ASKED: dict[str, Any] = {  # of operations that want a body
     "create_view_token": {"use": "view", "expires_in": 600},
     "update_webhook_endpoint": {"description": "the portal's scorecards"},
 }
+LINES = {  # of operations that want JSON lines
+    "put_dataset": '{"text": "a line of what comes in, %n"}',
+    "diagnose": '{"step": %n, "loss": 2.5}',
+}
 QUERIES = {"inspect_format": "?value=0.1"}
 
 
@@ -117,12 +121,11 @@ def _calls(app: Any, values: dict[str, str]) -> list[Call]:
             if name in ASKED:
                 request["json"] = ASKED[name]
             elif "application/jsonl" in str(operation.get("requestBody")):
-                lines = [
-                    f'{{"text": "a line of what comes in, {n}"}}' for n in range(99)
-                ]
+                line = LINES[name]
+                lines = [line.replace("%n", str(n)) for n in range(1, 100)]
                 request["content"] = "\n".join(lines).encode()
                 request["headers"]["Content-Type"] = "application/jsonl"
-                url = "/v1/datasets/lines"
+                url = url.replace(values["dataset_id"], "lines")
             calls.append(
                 Call(method.upper(), url + QUERIES.get(name, ""), name, request)
             )

@@ -83,10 +83,11 @@ def calls(app: FastAPI, values: dict[str, str]) -> Iterator[Call]:
             name = operation["operationId"]
             if name in EVERYBODYS:
                 continue
-            yield Call(method.upper(), url, name, _request(operation))
+            yield Call(method.upper(), url, name, request_of(operation))
 
 
-def _request(operation: Json) -> dict[str, Any]:
+def request_of(operation: Json) -> dict[str, Any]:
+    """Return what an operation is sent: a body that it takes, and If-Match."""
     body = operation.get("requestBody")
     if not body or not body.get("required"):
         return {"headers": HEADERS}
