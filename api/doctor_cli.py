@@ -8,10 +8,6 @@ import typer
 from api import console_doctor
 from api.operate import OperateError
 from api.options import AsJson, emit
-from optimizer.training.doctor import diagnose
-from optimizer.training.findings import Verdict
-from optimizer.training.log_files import read_log
-from optimizer.training.logs import LogError
 
 FOUND = 3
 
@@ -28,6 +24,12 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say what a training run's LOG looks like; exit 3 if something is wrong."""
+    # Other commands do without.
+    from optimizer.training.doctor import diagnose
+    from optimizer.training.findings import Verdict
+    from optimizer.training.log_files import read_log
+    from optimizer.training.logs import LogError
+
     try:
         found: dict[str, Any] = diagnose(read_log(log)).to_json()
     except LogError as error:

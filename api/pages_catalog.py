@@ -7,10 +7,10 @@ from fastapi import APIRouter, Request, Response
 from api import catalog, catalog_views, datasets, hardware
 from api.access import DB
 from api.errors import NotFound
+from api.model_files import MODEL_FILES
 from api.page_render import page
 from api.pages import PageRoute, Visitor
 from api.settings import settings
-from api.upload_bodies import MODEL_FILES
 from optimizer.abilities import Status
 from optimizer.datasets import Distribution
 

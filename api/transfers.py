@@ -15,7 +15,7 @@ import httpx
 
 from api.client import Client
 from api.client_errors import ClientError
-from api.upload_bodies import MODEL_FILES, WEIGHTS
+from api.model_files import MODEL_FILES, WEIGHTS
 
 Json = dict[str, Any]
 Kind = Literal["models", "datasets"]

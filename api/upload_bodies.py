@@ -1,35 +1,15 @@
 """The JSON of uploads that comes in."""
 
-import re
 from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
+from api.model_files import MAX_SMALL_BYTES, MODEL_FILES, NEEDED, WEIGHTS
 from api.schemas import Body, FolderPath, Name
 
 MAX_FILES = 1_100
 MAX_BYTES = 2**50
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-)
-"""What a model may consist of beside its weights, `*.safetensors`."""
-
-NEEDED = ("config.json", "tokenizer.json")
-MAX_SMALL_BYTES = 64 << 20
-WEIGHTS = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_-]{0,99}\.safetensors", re.ASCII)
-
 KeepSeconds = Annotated[int, Field(ge=60, le=3650 * 86_400)]
 Bytes = Annotated[int, Field(ge=1, le=MAX_BYTES)]
 FileName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
