@@ -20,8 +20,9 @@ from sqlalchemy.orm import Session
 
 from api import cursors, scopes, tenants
 from api.callers import Caller, Proof, verified
-from api.errors import KeyEnded, LastAdminKey, NotFound, Unauthenticated
+from api.errors import NotFound, Unauthenticated
 from api.etags import require_match
+from api.key_errors import KeyEnded, LastAdminKey
 from api.models import ApiKey, Tenant, now
 from api.settings import settings
 from api.tenants import named as tenant_named

@@ -16,8 +16,6 @@
   * NameTaken             409  name_taken
   * IdempotencyInProgress 409  idempotency_in_progress
   * SourceChanged         409  source_changed
-  * KeyEnded              409  invalid_state
-  * LastAdminKey          409  last_admin_key
   * Gone                  410  artifact_expired
   * PreconditionFailed    412  precondition_failed
   * BodyTooLarge          413  body_too_large
@@ -31,7 +29,8 @@
   * RateLimited           429  rate_limited
   * Unavailable           503  overloaded
 
-Those of uploads are in `api.upload_errors`.
+Those of uploads are in `api.upload_errors`, of keys in `api.key_errors`, of what is
+refused at the door in `api.guards`.
 """
 
 from collections.abc import Sequence
@@ -211,31 +210,6 @@ class SourceChanged(APIError):
     status = 409
     code = "source_changed"
     title = "The job's inputs have changed"
-
-
-class KeyEnded(APIError):
-    """The key was revoked, or has expired: it comes back in no way."""
-
-    status = 409
-    code = "invalid_state"
-    title = "The key has ended"
-
-    def __init__(self, status: str) -> None:
-        super().__init__(f"the key is {status}: make a new one", current_status=status)
-
-
-class LastAdminKey(APIError):
-    """Without this key nobody of the tenant could make another."""
-
-    status = 409
-    code = "last_admin_key"
-    title = "It is the last key with the scope admin"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "it is the tenant's last key with the scope admin: make another first, or "
-            "have the operator do it with 'precision keys'"
-        )
 
 
 class Gone(APIError):
