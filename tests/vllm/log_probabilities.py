@@ -1,25 +1,43 @@
 """What vLLM makes of prompts: run by vLLM's own Python, which knows nothing of us.
 
-    python log_probabilities.py FOLDER PROMPTS.json OUT.json
+    python log_probabilities.py ASKED.json OUT.json
 
-PROMPTS has a list of token ids for each prompt. OUT gets, for every position but the
-first, the token that is most likely there and the log-probability of the prompt's own.
+ASKED has `prompts`, a list of token ids each, and `folders` of checkpoints by name. OUT
+has for each checkpoint, and for every position but a prompt's first, the token that is
+most likely there and the log-probability of the prompt's own; and the static scales
+that were loaded, by module, and the format of the cache. A checkpoint that is refused has its `error` instead.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+SCALES = ("input_scale", "_k_scale", "_v_scale")
 
 
 def main() -> None:
-    """Load the checkpoint and score the prompts."""
+    """Load each checkpoint in turn, and score the prompts."""
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    found = {}
+    for name, folder in asked["folders"].items():
+        try:
+            found[name] = answers(folder, asked["prompts"])
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        gc.collect()
+    Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+def answers(folder: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return what one checkpoint says."""
     import vllm
 
-    folder, asked, out = sys.argv[1:]
-    prompts = json.loads(Path(asked).read_text())
     engine = vllm.LLM(
         model=folder,
         skip_tokenizer_init=True,
+        dtype="bfloat16",
         enforce_eager=True,
         max_model_len=max(map(len, prompts)) + 1,
         enable_prefix_caching=False,
@@ -28,17 +46,26 @@ def main() -> None:
     )
     how = vllm.SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
     given = [{"prompt_token_ids": ids} for ids in prompts]
-    found = []
-    for ids, answer in zip(prompts, engine.generate(given, how), strict=True):
+    likely, log_p = [], []
+    done = engine.generate(given, how, use_tqdm=False)
+    for ids, answer in zip(prompts, done, strict=True):
         rows = answer.prompt_logprobs[1:]
-        found.append(
-            {
-                "likely": [next(t for t, p in r.items() if p.rank == 1) for r in rows],
-                "log_p": [r[t].logprob for r, t in zip(rows, ids[1:], strict=True)],
-            }
-        )
-    Path(out).write_text(json.dumps(found))
+        likely.append([next(t for t, p in r.items() if p.rank == 1) for r in rows])
+        log_p.append([r[t].logprob for r, t in zip(rows, ids[1:], strict=True)])
+    (scales,) = engine.apply_model(static_scales)
+    cache = engine.llm_engine.vllm_config.cache_config.cache_dtype
+    return {"likely": likely, "log_p": log_p, "scales": scales, "cache": cache}
 
 
-if __name__ == "__main__":  # the engine is a child that imports this file
+def static_scales(network: Any) -> dict[str, float]:
+    """Return every scale of inputs and caches that the model holds."""
+    return {
+        f"{name}.{each}": float(getattr(module, each))
+        for name, module in network.named_modules()
+        for each in SCALES
+        if getattr(module, each, None) is not None
+    }
+
+
+if __name__ == "__main__":  # the engine may be a child that imports this file
     main()
