@@ -14,20 +14,21 @@ from typing import Any
 from playwright.sync_api import Page
 
 from api.client import Client
-from tests.service import service
+from tests.service import eventually, service
 from tests.ui import browser as browsers
 
+MODEL = "smollm2-135m-instruct"
 DEPLOY = browsers.ROOT / "deploy"
 JOBS: list[dict[str, Any]] = [
     {
-        "model": "smollm2-135m-instruct",
+        "model": MODEL,
         "hardware": "l4",
         "latency_sla": 0.002,
         "data_distribution": "chat",
         "workload": {"batch_size": 16},
     },
     {
-        "model": "smollm2-135m-instruct",
+        "model": MODEL,
         "hardware": "l40s",
         "latency_sla": 0.001,
         "data_distribution": "chat",
@@ -48,6 +49,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         told = {"PRECISION_MODEL_ROOTS": str(models.resolve())}
         with service(Path(folder), environment=told) as running:
+            running.client.add_model(MODEL, str(models.resolve() / MODEL))
+            eventually(running.client.models, 300)  # its weights are read first
             ids = [_finished(running.client, body) for body in JOBS]
             with browsers.launched(path) as browser:
                 origin = str(running.address["url"])

@@ -66,9 +66,22 @@ def test_the_form_estimates_while_somebody_types(page: Page) -> None:
     expect(table.get_by_role("row", name=re.compile("^fp8 "))).to_contain_text("✓ met")
     expect(page.locator("#estimate-note")).to_contain_text("parameters")
     before = table.inner_text()
-    page.get_by_label("Hardware").select_option("l4")
+    page.get_by_label("Hardware").select_option("h200")
     expect(table).not_to_have_text(before)
     assert violations(page) == []
+
+
+def test_a_target_under_the_physical_limit_has_no_estimate(
+    page: Page, watch: list[Watch]
+) -> None:
+    watch[0].expected = ["422"]
+    page.goto("/ui/new")
+    page.get_by_label("Model").fill("qwen2-7b")
+    page.get_by_label("Hardware").select_option("l4")  # 15 GB over 300 GB/s
+    page.get_by_label("Per output token").fill("1")
+    expect(page.locator("#estimate-note")).to_contain_text("No estimate")
+    field = page.get_by_label("Per output token")
+    expect(field).to_have_attribute("aria-invalid", "true")
 
 
 def test_refusals_stand_at_their_fields(page: Page, watch: list[Watch]) -> None:
