@@ -49,7 +49,7 @@ def strangers(key: str) -> list[str | None]:
     basic = f"Basic {key}"
     wide = "Bearer po_live_" + "é" * 48
     typo = f"Bearer {key[:-1]}{'a' if key[-1] != 'a' else 'b'}"
-    huge = "Bearer " + "x" * 100_000
+    huge = "Bearer " + "x" * 20_000
     found = [f"Bearer {other}", f"Bearer {near}", basic, typo, huge, wide]
     return [None, "", "Bearer", key, f"Bearer {key} ", *found]
 
