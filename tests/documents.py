@@ -4,11 +4,13 @@ A block marked `sh` or `python` is what a reader types, in the order of the page
 blocks of a page are one session, and later ones know the variables of earlier ones.
 """
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -72,6 +74,17 @@ def _is_whole(text: str) -> bool:
         return False
     read = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True)
     return read.returncode == 0 and not read.stderr  # it warns of a missing end
+
+
+def objects(page: Path) -> Iterator[dict[str, Any]]:
+    """Yield every JSON object that a document shows whole."""
+    decoder = json.JSONDecoder()
+    for match in FENCE.finditer(page.read_text("utf-8")):
+        rest = match[2].strip() if match[1] == "json" else ""
+        while rest:
+            found, end = decoder.raw_decode(rest)
+            yield found
+            rest = rest[end:].strip()
 
 
 def spans(page: Path) -> list[str]:

@@ -11,8 +11,18 @@ from typer.main import get_command
 
 from api.app import create_app
 from api.cli import app
+from api.schemas import OptimizeRequest
 from api.settings import Settings
-from tests.documents import DOCUMENTS, GUIDE, README, ROOT, anchors, name_of, spans
+from tests.documents import (
+    DOCUMENTS,
+    GUIDE,
+    README,
+    ROOT,
+    anchors,
+    name_of,
+    objects,
+    spans,
+)
 
 SETTINGS = {f"PRECISION_{name.upper()}" for name in Settings.model_fields}
 OF_THE_CLIENT = {"PRECISION_URL", "PRECISION_API_KEY"}  # of the command line alone
@@ -71,6 +81,14 @@ def _is_alike(said: str, path: str) -> bool:
     """Whether an address as documents write it is one of a path's."""
     pattern = re.sub(r"\\\{[^}]+:path\\\}", ".+", re.escape(path))
     return re.fullmatch(re.sub(r"\\\{.+?\\\}", "[^/]+", pattern), said) is not None
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name_of)
+def test_bodies_that_are_shown_are_taken(page: Path) -> None:
+    fields = OptimizeRequest.model_fields.keys()
+    shown = [body for body in objects(page) if body.keys() <= fields]
+    for body in shown:
+        OptimizeRequest.model_validate({"model": "m", "hardware": "h100", **body})
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=name_of)
