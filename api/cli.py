@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from api import (
+    apply_cli,
     console,
     console_training,
     doctor_cli,
@@ -59,6 +60,7 @@ app.command("bits", context_settings={"ignore_unknown_options": True})(
     lookup.look_at_bits
 )
 app.command()(estimate_cli.estimate)
+app.command()(apply_cli.apply)
 app.command()(verify_cli.verify)
 app.command()(verify_cli.reproduce)
 app.command("report-key")(verify_cli.report_key)
@@ -80,6 +82,7 @@ class Ask:
     workload: dict[str, int]
     rounding: str | None
     exports: list[str] | None
+    stack: dict[str, Any] | None
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body; what was not said is left to the service."""
@@ -101,6 +104,7 @@ class Ask:
             "workload": self.workload or None,
             "search": {"rounding": self.rounding} if self.rounding else None,
             "exports": self.exports,
+            "stack": self.stack,
         }
         return {name: value for name, value in said.items() if value is not None}
 
@@ -147,6 +151,16 @@ def optimize(
             "again for several. All where none is named.",
         ),
     ] = None,
+    stack: Annotated[
+        Path | None,
+        typer.Option(
+            help="A stack.json to measure, instead of a search.", metavar="FILE"
+        ),
+    ] = None,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(help="A stack.json that the search starts from.", metavar="FILE"),
+    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait for the result.")] = True,
     to: Annotated[
         Path | None,
@@ -184,6 +198,7 @@ def optimize(
             workload={k: n for k, n in workload.items() if n is not None},
             rounding=rounding,
             exports=exports or None,
+            stack=_stack(stack, start_from),
         )
         job = _created(client, ask, here=url is None)
         if wait:
@@ -217,6 +232,20 @@ def _task(said: str | None) -> str | dict[str, Any] | None:
         return dict(json.loads(said))
     except ValueError as error:
         raise typer.BadParameter(f"not JSON: {error}", param_hint="--task") from None
+
+
+def _stack(fixed: Path | None, start: Path | None) -> dict[str, Any] | None:
+    """Return the stack to send, of the one file that was named."""
+    if fixed is not None and start is not None:
+        raise typer.BadParameter("give --stack or --start-from, not both")
+    path = fixed or start
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from None
+    return {"file": found, "use": "validate" if fixed else "start"}
 
 
 def _distribution(client: Client, name: str | None) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy.orm import Session
 
-from api import catalog, datasets, trainings
+from api import catalog, datasets, stack_requests, trainings
 from api.errors import Invalid
 from api.schemas import DataRef, ModelRef, OptimizeRequest, WorkloadBody
 from optimizer.abilities import FORMATS, unusable
@@ -25,6 +25,7 @@ from optimizer.spec import (
     Workload,
 )
 from optimizer.stack import ModelShape
+from optimizer.stack_file import StackFile
 from optimizer.training.spec import TASKS as TRAINED
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -42,6 +43,8 @@ class Named:
     latency_sla: LatencySla
     rounding: str
     exports: tuple[str, ...]
+    stack: StackFile | None
+    stack_use: str
     data_distribution: str
     dataset_path: str | None  # None: built in
 
@@ -52,7 +55,7 @@ def names(session: Session, tenant_id: str, request: OptimizeRequest) -> Named:
     hardware = hardware_id(request.hardware.id)
     formats, engine = _search(request, hardware)
     name, data_path = _data(session, tenant_id, request.data_distribution)
-    sla, rounding = request.latency_sla, request.search.rounding
+    sla, file = request.latency_sla, stack_requests.read(request.stack)
     return Named(
         task=task,
         hardware=hardware,
@@ -60,8 +63,10 @@ def names(session: Session, tenant_id: str, request: OptimizeRequest) -> Named:
         engine=engine,
         workload=_workload(request.workload, task),
         latency_sla=LatencySla.at(**sla.model_dump()) if sla else LatencySla(),
-        rounding=_known("/search/rounding", "rounding", rounding, ROUNDINGS),
+        rounding=_rounding(request, file),
         exports=_exports(request.exports),
+        stack=file,
+        stack_use=stack_requests.use(request.stack),
         data_distribution=name,
         dataset_path=data_path,
     )
@@ -79,6 +84,9 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
     else:
         catalog.require_sequences(model, data.sequence_tokens, "/data_distribution")
     _require_split_of(model, named)
+    file = named.stack
+    if file is not None:
+        stack_requests.require(file, model, named.hardware, named.engine)
     return OptimizeSpec(
         model=model.name,
         model_path=str(model.path),
@@ -89,7 +97,7 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
         task=named.task,
         data_distribution=named.data_distribution,
         dataset_path=named.dataset_path,
-        formats=named.formats,
+        formats=stack_requests.formats(named.formats, file),
         engine=named.engine,
         rounding=named.rounding,
         calibration_tokens=data.calibration_tokens,
@@ -98,6 +106,8 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
         max_memory_bytes=request.max_memory_bytes,
         seed=data.seed,
         exports=() if training else named.exports,
+        stack=file.stack.to_json() if file else None,
+        stack_use=named.stack_use,
         training=training,
     )
 
@@ -162,6 +172,14 @@ def _require_some(formats: Sequence[str], hardware: str, engine: str) -> None:
         f"it has {', '.join(usable)}"
     )
     raise Invalid("/search/formats", detail, "unsupported_precision", usable)
+
+
+def _rounding(request: OptimizeRequest, file: StackFile | None) -> str:
+    """Return the rounding that is asked for, or else that of the stack."""
+    if file is not None and "rounding" not in request.search.model_fields_set:
+        return file.rounding
+    asked = request.search.rounding
+    return _known("/search/rounding", "rounding", asked, ROUNDINGS)
 
 
 def _exports(names: Sequence[str] | None) -> tuple[str, ...]:

@@ -173,6 +173,13 @@ class Search(Body):
     max_runtime_seconds: Annotated[int, Field(ge=1, le=MAX_SECONDS)] | None = None
 
 
+class StackRef(Body):
+    """A stack.json to measure as it is (`validate`), or to search from (`start`)."""
+
+    file: dict[str, Any]
+    use: Word = "validate"
+
+
 class WebhookRef(Body):
     """The endpoint that hears of the job, instead of all that subscribed."""
 
@@ -187,6 +194,15 @@ def _short(field: str, *kinds: type) -> Callable[[Any], Any]:
     return widen
 
 
+def _as_file(value: Any) -> Any:
+    bare = isinstance(value, dict) and "schema" in value
+    return {"file": value} if bare else value
+
+
+Stack = Annotated[
+    StackRef,
+    BeforeValidator(_as_file, json_schema_input_type=StackRef | dict[str, Any]),
+]
 Model = Annotated[
     ModelRef, BeforeValidator(_short("id", str), json_schema_input_type=str | ModelRef)
 ]
@@ -214,6 +230,8 @@ Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_PAIR
 class OptimizeRequest(Body):
     """Body of POST /v1/optimize. Only `model` and `hardware` are required.
 
+    A `stack`, as a job's stack.json has it, is measured and exported instead of one
+    that is searched for; the search starts from it with `{"file": …, "use": "start"}`.
     `exports` says what the job leaves beside report and stack.json: a checkpoint for
     vLLM (`compressed_tensors`), a module plan for `transformer_engine`, a configuration
     for `torchao`; all of them where it is left out.
@@ -243,6 +261,7 @@ class OptimizeRequest(Body):
     data_distribution: DataDistribution = DataRef(name="web_text")
     search: Search = Search()
     engine: Word | None = None
+    stack: Stack | None = None
     exports: Annotated[list[Word], Field(max_length=16)] | None = None
     max_memory_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] = 0

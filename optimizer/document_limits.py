@@ -23,6 +23,11 @@ def limits(run: "Run") -> list[str]:
         "Predicted KL adds up what each site loses alone, corrected by the stacks that "
         "were measured; measured KL is of the whole stack.",
     ]
+    if spec.stack is not None and spec.stack_use == "validate":
+        said.append(
+            "The stack came with the request: it was measured beside the uniform ones, "
+            "and the rest of the front is predicted."
+        )
     if not generates(run.model.shape):
         said.append(
             "The model generates nothing: its times, per token and to the first, are "

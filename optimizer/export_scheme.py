@@ -139,7 +139,7 @@ def plan(stack: Stack, shape: ModelShape) -> Plan:
     cache = _cache(stack)
     served: dict[Site, Choice] = {}
     found: list[Deviation] = []
-    for site, choice in stack.choices.items():
+    for site, choice in sorted(stack.choices.items()):
         _refuse(shapes[site], choice, shape)
         served[site], reason, toward = _served(site, choice, base, cache)
         if reason:
@@ -148,7 +148,7 @@ def plan(stack: Stack, shape: ModelShape) -> Plan:
             )
     schemes = {
         site: SCHEMES[choice.name]
-        for site, choice in stack.choices.items()
+        for site, choice in sorted(stack.choices.items())
         if site.component in LINEAR and choice.is_narrow
     }
     _refuse_unlike_experts(shape, schemes)

@@ -114,7 +114,7 @@ def plan(stack: Stack, model: LoadedModel) -> TePlan:
     modules: dict[str, str] = {}
     static: list[LinearPart] = []
     found: list[Deviation] = []
-    for site, choice in stack.choices.items():
+    for site, choice in sorted(stack.choices.items()):
         why = _refusal(site, choice, stack)
         if why is not None:
             found.append(_wider(site, choice, why))

@@ -55,7 +55,7 @@ def configuration(
         )
     named: dict[str, Any] = {}
     found: list[Deviation] = []
-    for site, choice in stack.choices.items():
+    for site, choice in sorted(stack.choices.items()):
         why = _refusal(site, choice, model)
         if why is not None:
             wide = choice_named(site.component, "bf16").name

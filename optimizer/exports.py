@@ -22,7 +22,7 @@ from optimizer.export_scheme import Deviation, Plan, plan
 from optimizer.one_pass import generates
 from optimizer.pieces import Memory
 from optimizer.stack import Stack
-from optimizer.validate import Quality, quality, run_stack
+from optimizer.validate import Interval, Quality, quality, run_stack
 from optimizer.work import Work
 
 CHECKPOINT = "checkpoint"
@@ -36,7 +36,7 @@ class Chosen:
 
     stack: Stack
     rounding: str  # that its weights were measured with; of ROUNDINGS
-    quality: Quality
+    quality: Quality | None  # None: it was not measured, and the files will not be
 
 
 @dataclass(slots=True)
@@ -106,8 +106,11 @@ class _Export:
             "base": made.base,
             "untied_head": made.untied,
             "bytes": laid.bytes,
-            **self._measured(target.folder, made, laid),
+            "served": made.served.to_json(),
         }
+        if chosen.quality is not None:
+            kl = chosen.quality.kl_nats
+            found.checkpoint |= self._measured(target.folder, made, laid, kl)
 
     def transformer_engine(self, found: Found) -> None:
         """Write which recipe every module gets."""
@@ -139,9 +142,11 @@ class _Export:
         found = self._work.recoded(self._chosen.stack)
         return found.amaxes, found.weights
 
-    def _measured(self, folder: Path, made: Plan, laid: Layout) -> dict[str, Any]:
+    def _measured(
+        self, folder: Path, made: Plan, laid: Layout, emulated: Interval
+    ) -> dict[str, Any]:
         """Load the files, run what an engine makes of them, and return its figures."""
-        work, emulated = self._work, self._chosen.quality.kl_nats
+        work = self._work
         spec = replace(work.spec, model_path=str(folder))
         back = Work(spec, Memory(), on_layer=work.on_layer)
         weights = StoredCodes(back.model, folder, laid)
@@ -155,7 +160,6 @@ class _Export:
         found = quality(values, spec.seed)
         words = asdict(found.perplexity) if generates(back.outline.shape) else None
         return {
-            "served": made.served.to_json(),
             "kl_nats": asdict(found.kl_nats),
             "top1_agreement": asdict(found.top1_agreement),
             "perplexity": words,

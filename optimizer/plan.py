@@ -61,15 +61,32 @@ class Answer:
     stacks: dict[str, Stack]  # all that were measured, by label
 
 
-def measured_front(chooser: Chooser, measure: Measure) -> Front:
-    """Search, measure and correct until what is searched was predicted well enough."""
+def measured_front(
+    chooser: Chooser, measure: Measure, start: Stack | None = None
+) -> Front:
+    """Search, measure and correct until what is searched was predicted well enough.
+
+    A stack to `start` from is measured first: the prediction learns from it, and it may
+    be the answer.
+    """
     state = Repair(chooser, measure, FRONT_STACKS)
-    state.add(_uniform(chooser).values())
+    state.add([*_uniform(chooser).values(), *([start] if start else [])])
     while state.rounds < ROUNDS and state.left > 0 and not state.agrees:
         state.round(_wanted(state.chooser))
+    return _front(state)
+
+
+def front_beside(chooser: Chooser, measure: Measure, stack: Stack) -> Front:
+    """Measure a given stack and the uniform ones; the rest of the front is predicted."""
+    state = Repair(chooser, measure, FRONT_STACKS)
+    state.add([*_uniform(chooser).values(), stack])
+    return _front(state)
+
+
+def _front(state: Repair) -> Front:
+    chooser = state.chooser
     measured = [s for s in state.stacks.values() if _fits(chooser, s, NO_TARGET)]
-    found = nondominated(state.chooser, [*state.chooser.front(), *measured])
-    return Front(state, found)
+    return Front(state, nondominated(chooser, [*chooser.front(), *measured]))
 
 
 def _uniform(chooser: Chooser) -> dict[str, Stack]:
@@ -157,6 +174,20 @@ def answer(front: Front, sla: LatencySla) -> Answer:
         outcome=outcome,
         front=_front_with(front, stack),
         stacks=_labelled(state.stacks.values(), _uniform(front.chooser), stack),
+    )
+
+
+def given(front: Front, stack: Stack, sla: LatencySla) -> Answer:
+    """Return a stack that was given and measured as the answer, whatever it meets."""
+    outcome = "sla_met" if _fits(front.chooser, stack, sla) else "sla_not_met"
+    if outcome == "sla_met" and stack.choices == front.chooser.base()[1].choices:
+        outcome = "no_improvement"
+    measured = front.repair.stacks.values()
+    return Answer(
+        stack=stack,
+        outcome=outcome,
+        front=_front_with(front, stack),
+        stacks=_labelled(measured, _uniform(front.chooser), stack),
     )
 
 

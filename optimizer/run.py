@@ -15,6 +15,7 @@ from optimizer import (
     parallel,
     plan,
     profiled,
+    stack_file,
 )
 from optimizer.beyond import Found
 from optimizer.casts import Casts
@@ -46,6 +47,7 @@ from optimizer.quantize import overflows
 from optimizer.recode import rounded_sites
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import Component, ModelShape, Site, Stack
+from optimizer.stack_file import Fault, StackFileError
 from optimizer.validate import (
     Quality,
     TokenValues,
@@ -147,8 +149,7 @@ def optimize(
 
     meter.enter("validate")
     measuring = _Measuring(work, meter, chooser, measured)
-    front = plan.measured_front(chooser, measuring)
-    answer = plan.answer(front, spec.latency_sla)
+    front, answer = _answered(chooser, measuring, spec)
     result = _run(work, (front, answer), measuring, (target, basis), contrast)
     meter.part(0.0, 1.0)
     meter.at(1.0)  # it may end before its budget does
@@ -161,6 +162,32 @@ def optimize(
     runs = local_run.end_to_end(spec, shape, result.stacks, meter.tick)
     used = None if spec.hardware == LOCAL else profile
     return document.build(replace(result, runs=runs, profile=used))
+
+
+def _answered(
+    chooser: Chooser, measuring: "_Measuring", spec: OptimizeSpec
+) -> tuple[Front, Answer]:
+    """Search for the answer, or measure the stack that came with the request."""
+    known = None if spec.stack is None else _known(chooser, Stack.from_json(spec.stack))
+    if known is not None and spec.stack_use == "validate":
+        front = plan.front_beside(chooser, measuring, known)
+        return front, plan.given(front, known, spec.latency_sla)
+    front = plan.measured_front(chooser, measuring, known)
+    return front, plan.answer(front, spec.latency_sla)
+
+
+def _known(chooser: Chooser, stack: Stack) -> Stack:
+    """Return a given stack. Raises StackFileError naming what cannot be run of it."""
+    faults = [*stack_file.site_faults(stack, chooser.model)]
+    for site, rows in chooser.table.items():
+        choice = stack.choices.get(site)
+        row = next((r for r in rows if r.choice == choice), None)
+        if choice is not None and (row is None or row.refused):
+            why = row.refused if row else "it was not asked for among the formats"
+            faults.append(Fault(f"/stack/{site}", f"{choice.name}: {why}"))
+    if faults:
+        raise StackFileError(faults)
+    return stack
 
 
 class _Measuring:

@@ -1,6 +1,7 @@
 """What a customer asked for. Pure data: api builds it, the job row stores it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -14,6 +15,7 @@ ENGINES = ("any", "vllm", "tensorrt_llm", "transformer_engine", "torchao")
 ROUNDINGS = ("nearest", "compensated")  # of FP8 weights: GPTQ feeds errors forward
 # Beside stack.json, which every job leaves; `exports.py` says what each is.
 EXPORTS = ("compressed_tensors", "transformer_engine", "torchao")
+STACK_USES = ("validate", "start")  # of a stack that comes with a request
 TASKS = ("chat", "completion", "summarization", "code")
 
 
@@ -112,6 +114,8 @@ class OptimizeSpec:
     max_memory_bytes: int | None = None  # None: the device's memory
     seed: int = 0
     exports: tuple[str, ...] = EXPORTS  # what the job leaves for engines
+    stack: Mapping[str, str] | None = None  # that comes with it: a choice by site
+    stack_use: str = "validate"  # it alone, or "start": measured with what is found
     training: TrainingSpec | None = None  # of a task that trains; None: it serves
 
     def __post_init__(self) -> None:
@@ -123,6 +127,10 @@ class OptimizeSpec:
         if self.rounding not in ROUNDINGS:
             known = ", ".join(ROUNDINGS)
             raise SpecError(f"unknown rounding {self.rounding!r}: {known}")
+        if self.stack_use not in STACK_USES:
+            raise SpecError(
+                f"unknown use of a stack {self.stack_use!r}: {', '.join(STACK_USES)}"
+            )
         others = sorted(set(self.exports) - {*EXPORTS})
         if others:
             raise SpecError(f"unknown exports: {', '.join(others)}")

@@ -177,7 +177,7 @@ def _padding_faults(padding: object) -> Iterator[Fault]:
 
 def check(
     file: StackFile,
-    shape: ModelShape,
+    shape: ModelShape | None,
     model_sha256: str,
     device: Device | None = None,
     engine: str = "any",
@@ -185,10 +185,12 @@ def check(
     """Raise StackFileError naming all that keeps a stack from being this model's.
 
     Another model; sites that it does not have, or has and the stack has not; and with
-    a device what cannot run there, with the reason.
+    a device what cannot run there, with the reason. Without a shape, the model alone.
     """
-    faults = [*_model_mismatch(file, model_sha256), *_site_faults(file.stack, shape)]
-    if device is not None:
+    faults = [*_model_mismatch(file, model_sha256)]
+    if shape is not None:
+        faults += site_faults(file.stack, shape)
+    if shape is not None and device is not None:
         faults += _unsupported(file.stack, shape, device, engine)
     if faults:
         raise StackFileError(faults)
@@ -204,7 +206,8 @@ def _model_mismatch(file: StackFile, model_sha256: str) -> Iterator[Fault]:
         )
 
 
-def _site_faults(stack: Stack, shape: ModelShape) -> Iterator[Fault]:
+def site_faults(stack: Stack, shape: ModelShape) -> Iterator[Fault]:
+    """Yield the sites that a model has not, and those that the stack lacks."""
     sites = {s.site for s in shape.sites}
     for site in sorted(stack.choices.keys() - sites):
         yield Fault(f"/stack/{site}", f"no such site in {shape.architecture}")
