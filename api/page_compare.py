@@ -59,7 +59,7 @@ def compare(first: JobView, second: JobView) -> Compared:
             Pair(page_words.component(n), *(_shown(s.get(n)) for s in stacks))
             for n in names
         ],
-        layers=_layers(a["layers"], b["layers"]),
+        layers=_layers(a.get("layers") or [], b.get("layers") or []),
     )
 
 

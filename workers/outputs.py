@@ -67,5 +67,6 @@ def summarize(document: Document) -> Document:
         "precision_stack": document["precision_stack"],
         "layers": document["layers"],
         "front": front,
+        "basis": document["hardware"]["basis"],  # of seconds: measured, modelled
         "chosen": next(s for s in validated if s["id"] == "chosen"),
     }

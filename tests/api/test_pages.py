@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from api import auth, db, page_session
+from api import auth, db, jobs, page_session
 from api.app import create_app
 from api.callers import verified
 from api.models import now
 from api.settings import settings
 from tests.api.conftest import BODY
+from tests.api.test_trainings import SUMMARY
 
 ASSETS = Path(__file__).parents[2] / "api" / "data" / "assets"
 TEMPLATES = ASSETS.parent / "pages"
@@ -261,3 +262,14 @@ def test_another_tenants_job_is_no_page(
     assert job_id not in client.get("/ui/jobs").text
     assert client.get(f"/ui/compare?job={job_id}").status_code == 404
     assert client.get(f"/ui/new?like={job_id}").status_code == 404
+
+
+def test_jobs_of_both_kinds_stand_side_by_side(client: TestClient, done: str) -> None:
+    body = {"model": "tiny", "hardware": "h100", "task": "finetune"}
+    made = client.post("/v1/optimize", json=body).json()["id"]
+    with db.transaction() as session:
+        claim = jobs.claim(session, made, "worker-1")
+        assert claim is not None
+        jobs.succeed(session, claim, "recommended", SUMMARY, [])
+    for pair in (f"job={made}&job={done}", f"job={done}&job={made}"):
+        assert client.get(f"/ui/compare?{pair}").status_code == 200
