@@ -25,6 +25,16 @@ def test_every_page_is_readable_by_all_and_fits_a_phone(page: Page, first: str) 
         assert violations(page) == [], path
 
 
+@pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
+def test_the_guide_is_readable_by_all_and_fits_a_phone(page: Page) -> None:
+    for path in ("/guide", "/guide/numerics", "/guide/api"):
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            page.goto(path)
+            assert fits(page), (path, width)
+        assert violations(page) == [], path
+
+
 def test_who_is_not_signed_in_reads_why(running: Service, browser: Browser) -> None:
     context, watch = browsers.new_context(browser, str(running.address["url"]), 375)
     watch.expected = ["401"]
