@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from optimizer.training.logs import Record, RunLog
 
+GIVES_WAY = 5  # losses that are not finite: fewer may be bad batches
 LEAST_RECORDS = 10  # fewer say little
 AGAIN = 0.25  # of what was won: a loss that gives back as much has turned
 SPIKE_NOISE = 12.0  # times the median step from one loss to the next
@@ -105,6 +106,17 @@ class Scale:
     def left_out(self) -> float:
         """Share of the steps that were left out."""
         return len(self.skipped) / max(self.steps, 1)
+
+
+def gives_way(log: RunLog) -> bool:
+    """Whether losses of step after step are not finite, and each halves the scale.
+
+    Bad data is left out and forgotten; here every scale is too large, and more so.
+    """
+    bad, seen = bad_losses(log), scale(log)
+    if seen is None or len(bad) < GIVES_WAY:
+        return False
+    return seen.last <= seen.highest / 2.0 ** (len(bad) - 1)
 
 
 def scale(log: RunLog) -> Scale | None:

@@ -35,6 +35,8 @@ def bad_data(log: RunLog) -> Finding | None:
         return None
     if lasting and (_rising_before(log, at) or "loss_scale" in log.columns):
         return None
+    if not lasting and not wide and facts.gives_way(log):
+        return None
     evidence = [f"the loss of step {at} is not finite"]
     evidence += _steady_before(log, at)
     if wide:
@@ -107,7 +109,9 @@ def layer_overflow(log: RunLog) -> Finding | None:
     bad = facts.bad_losses(log)
     if seen is not None and log.precision not in WIDE:
         return _overflow_seen(log, seen[0].step, seen[1])
-    if not bad or not facts.stays_bad(log) or log.precision in WIDE:
+    if not bad or log.precision in WIDE:
+        return None
+    if not (facts.stays_bad(log) or facts.gives_way(log)):
         return None
     if _rising_before(log, bad[0]):
         return None

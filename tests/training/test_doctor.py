@@ -73,6 +73,18 @@ def test_a_step_that_a_scaler_left_out_for_its_data_is_bad_data() -> None:
     assert verdicts(rows) == [("bad_data", "likely")]
 
 
+def test_losses_that_no_scale_makes_finite_are_no_bad_data() -> None:
+    """Good steps lie between, and each of the others halves the scale."""
+    rows, scale = falling(), 65536.0
+    for n, row in enumerate(rows):
+        if n >= 30 and n % 3 == 0:
+            row |= {"loss": NAN, "grad_norm": NAN}
+            scale /= 2
+        row["loss_scale"] = scale
+    found = diagnose(run_log(rows)).findings[0]
+    assert (found.verdict, found.sure) == (Verdict.LAYER_OVERFLOW, Sure.LIKELY)
+
+
 def test_a_scale_that_is_found_by_a_few_back_offs_is_well() -> None:
     rows = falling()
     for n, row in enumerate(rows):
