@@ -91,14 +91,25 @@ def test_a_worker_that_was_given_up_for_dead_changes_nothing() -> None:
     assert (end.job.status, end.job.attempt) == (Status.SUCCEEDED, 2)
 
 
+IN_TRANSACTION = """
+    SELECT count(*) FROM pg_stat_activity
+    WHERE datname = current_database() AND pid <> pg_backend_pid()
+    AND xact_start IS NOT NULL
+"""
+
+
 def hold(pid: int | None) -> None:
-    """Stop a process, but not while it holds SQLite's one lock."""
+    """Stop a process, but not while it holds SQLite's one lock, or that of a row."""
     assert pid is not None
     while True:
         os.kill(pid, signal.SIGSTOP)
         with db.engine().connect() as connection:
             if connection.dialect.name == "postgresql":
-                return
+                if not connection.exec_driver_sql(IN_TRANSACTION).scalar():
+                    return
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(0.1)
+                continue
             connection.exec_driver_sql("ROLLBACK")
             connection.exec_driver_sql("PRAGMA busy_timeout=500")
             try:
