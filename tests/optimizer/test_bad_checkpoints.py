@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from optimizer.checkpoint import check_values, inspect
 from optimizer.errors import ModelError, NonFiniteError, OptimizerError
@@ -38,12 +39,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def narrow(weights: Weights) -> None:
-    """Make every matrix of a layer codes, with a scale for each row."""
+    """Make every matrix of a layer codes, with a scale for each output."""
     for name, weight in list(weights.items()):
         if weight.ndim == 2 and any(part in name for part in ("layer", "h.", "blocks")):
-            scale = scale_from_amax(amax(weight, Granularity.CHANNEL), E4M3)
-            codes = to_codes(quantize(weight, scale, E4M3), E4M3)
-            weights[name] = codes.view(torch.float8_e4m3fn)
+            rows = outputs(name, weight)
+            scale = scale_from_amax(amax(rows, Granularity.CHANNEL), E4M3)
+            codes = to_codes(quantize(rows, scale, E4M3), E4M3)
+            weights[name] = outputs(name, codes.view(torch.float8_e4m3fn))
             weights[f"{name}_scale"] = scale
 
 
@@ -51,8 +53,14 @@ def widened(weights: Weights) -> None:
     """Make the same model out of ordinary float32 weights."""
     narrow(weights)
     for name in [n for n in weights if f"{n}_scale" in weights]:
-        codes = weights[name].view(torch.uint8)
-        weights[name] = from_codes(codes, E4M3) * weights.pop(f"{name}_scale")
+        codes = outputs(name, weights[name]).view(torch.uint8)
+        values = from_codes(codes, E4M3) * weights.pop(f"{name}_scale")
+        weights[name] = outputs(name, values)
+
+
+def outputs(name: str, matrix: Tensor) -> Tensor:
+    """Return the matrix by output, or back: GPT-2 stores it by input."""
+    return matrix.t().contiguous() if ".c_" in name else matrix
 
 
 FLOAT_QUANTIZED = {
