@@ -70,7 +70,9 @@ def test_the_documents_keys_are_those_that_reports_are_made_from(
     )
     empty = ("unrecognized",)  # every module of this model is recognized
     example = shape(example_document(), (*free, *empty))
-    assert example <= shape(document_of("h100"), (*free, *empty))
+    of_fp8 = ("stability.components.", "stability.pays_up_to.")  # none is chosen here
+    fp8_alone = {key for key in example if key.startswith(of_fp8)}
+    assert example - fp8_alone <= shape(document_of("h100"), (*free, *empty))
 
 
 def test_the_front_holds_no_point_that_another_beats(document: Document) -> None:

@@ -70,7 +70,7 @@ def test_two_devices_hold_a_part_each_and_exchange_what_they_add_up(
 def test_the_page_says_how_many_devices_and_what_each_holds(pair: Document) -> None:
     page = Page(render_html(pair))
     assert "2 devices" in page.text["asked"]
-    assert "of each device: weights" in page.text["latency"]
+    assert "Memory of each device" in page.text["latency"]
 
 
 def test_a_limit_on_memory_is_of_each_device(spec: OptimizeSpec) -> None:
