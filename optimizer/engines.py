@@ -17,7 +17,12 @@ from optimizer.spec import Workload
 
 LIMIT_S = 1800.0  # of one checkpoint: loading, warming up and a few generations
 # Nothing is fetched; a gigabyte of cache holds what one workload needs.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # it starts no process, and needs no socket
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 def served_seconds(python: Path, folder: Path, workload: Workload) -> Measured:

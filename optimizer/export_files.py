@@ -20,6 +20,7 @@ class Outlet:
 
     folder: Path  # whatever lies in it at the end is the job's
     room_bytes: int | None = None  # None: all that is free
+    vllm: Path | None = None  # the Python of an environment that has it
 
 
 @dataclass(frozen=True, slots=True)

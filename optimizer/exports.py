@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from optimizer import export_te, export_torchao
-from optimizer.errors import ExportError
+from optimizer.engines import served_seconds
+from optimizer.errors import ExportError, HardwareError
 from optimizer.execute import Amaxes, WeightCodes
 from optimizer.export_checkpoint import write_checkpoint
 from optimizer.export_files import Exported, Outlet, Target
 from optimizer.export_layout import Layout
 from optimizer.export_reload import StoredCodes, stored_amaxes
 from optimizer.export_scheme import Deviation, Plan, plan
+from optimizer.hardware import LOCAL
 from optimizer.one_pass import generates
 from optimizer.pieces import Memory
 from optimizer.stack import Stack
@@ -108,6 +110,8 @@ class _Export:
             "bytes": laid.bytes,
             "served": made.served.to_json(),
         }
+        if self._outlet.vllm is not None and work.spec.hardware == LOCAL:
+            found.checkpoint["served_seconds"] = self._served(target.folder)
         if chosen.quality is not None:
             kl = chosen.quality.kl_nats
             found.checkpoint |= self._measured(target.folder, made, laid, kl)
@@ -131,6 +135,15 @@ class _Export:
         export_torchao.write_configuration(whole, target)
         found.files += target.written
         found.deviates("torchao", deviations)
+
+    def _served(self, folder: Path) -> dict[str, Any]:
+        """Have vLLM serve the files here, and return what it took, or why it does not."""
+        assert self._outlet.vllm is not None
+        workload = self._work.spec.workload
+        try:
+            return asdict(served_seconds(self._outlet.vllm, folder, workload))
+        except HardwareError as error:
+            return {"error": str(error)}
 
     def _target(self, below: str, kind: str, consumer: str) -> Target:
         return Target(self._outlet.folder, below, kind, consumer, [])

@@ -213,6 +213,8 @@ def _output(q: _Question) -> str | None:
 
 
 def _vllm(q: _Question) -> str | None:
+    if q.device.is_cpu and q.choice.weight_only:
+        return "vLLM's CPU build has no kernel for weights alone"
     if q.component is Component.KV_CACHE and q.narrow == "fp8_e5m2":
         return "vLLM refuses an e5m2 cache beside FP8 weights, and gives it no scales"
     if q.component is Component.KV_CACHE:

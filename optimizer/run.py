@@ -67,6 +67,7 @@ Measured = Callable[[list[dict[str, Any]]], None]
 # What engines set once for the whole model: vLLM's --kv-cache-dtype.
 ONE_SWITCH = dict.fromkeys(("vllm", "tensorrt_llm"), frozenset({Component.KV_CACHE}))
 SWEEP_SHARE = 0.9  # of the sweep's time; the rest is the contrast
+SERVED = "chosen_served"  # the label of the chosen stack under its engine
 HEADROOM = 0.9  # of the device's memory; the rest is activations and the engine
 
 
@@ -160,6 +161,7 @@ def optimize(
 
     meter.enter("report")
     runs = local_run.end_to_end(spec, shape, result.stacks, meter.tick)
+    runs |= _served(result)
     used = None if spec.hardware == LOCAL else profile
     return document.build(replace(result, runs=runs, profile=used))
 
@@ -291,6 +293,13 @@ def _exported(work: Work, run: Run, outlet: Outlet, meter: _Meter) -> dict[str, 
     label = run.verdict.label
     chosen = Chosen(run.stacks[label], run.rounding.used, run.validation.stacks[label])
     return export(work, chosen, outlet, meter.at)
+
+
+def _served(run: Run) -> dict[str, local_run.Measured]:
+    """Return what an engine took for the exported stack, where it served it here."""
+    checkpoint = (run.exported or {}).get("checkpoint") or {}
+    taken = checkpoint.get("served_seconds", {"error": "it was not asked for"})
+    return {} if "error" in taken else {SERVED: local_run.Measured(**taken)}
 
 
 def _rounding(

@@ -47,6 +47,7 @@ class Start:
     threads: int = 0  # 0: all
     hardware_file: str | None = None
     profile: str | None = None  # what was measured on the device of the request
+    vllm_python: str | None = None  # of an environment with vLLM, to serve exports
     room_bytes: int | None = None  # of the disk, for exports; None: what is free
 
     def readable(self) -> tuple[Path, ...]:
@@ -57,7 +58,10 @@ class Start:
             self.hardware_file,
             self.profile,
         )
-        return tuple(Path(name) for name in named if name)
+        found = [Path(name) for name in named if name]
+        if self.vllm_python:  # all of its environment
+            found.append(Path(self.vllm_python).parent.parent)
+        return tuple(found)
 
 
 class Line:
@@ -205,7 +209,8 @@ def optimize(start: Start, line: Line) -> None:
         tables = kernels.from_profile(json.loads(Path(start.profile).read_text()))
     spec = OptimizeSpec.from_json(start.spec)
     out = Path(start.folder) / "out"
-    outlet = Outlet(out, start.room_bytes)
+    vllm = Path(start.vllm_python) if start.vllm_python else None
+    outlet = Outlet(out, start.room_bytes, vllm if spec.engine == "vllm" else None)
     document = optimize(spec, line.tell, Shared(line), tables, outlet, line.measured)
     outputs.write(out, document)
     line.done(document["verdict"]["outcome"], outputs.summarize(document))

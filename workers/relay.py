@@ -82,6 +82,7 @@ def start(role: str, spec: OptimizeSpec, workdir: Workdir, *, sparing: bool) -> 
         threads=own.threads,
         hardware_file=str(own.hardware_file) if own.hardware_file else None,
         profile=str(profile) if profile.is_file() else None,
+        vllm_python=str(own.vllm_python) if own.vllm_python else None,
         room_bytes=max(upload_files.free_bytes() - own.storage_reserve_bytes, 0),
     )
 

@@ -76,6 +76,7 @@ def exported(
     rounding: str = "nearest",
     pieces: Memory | None = None,
     room_bytes: int | None = None,
+    vllm: Path | None = None,
 ) -> Exported:
     """Measure a stack, and export it as a job does."""
     work = Work(spec, pieces or Memory())
@@ -87,5 +88,5 @@ def exported(
     )
     chosen = Chosen(stack, rounding, quality(values, spec.seed))
     out.mkdir(parents=True, exist_ok=True)
-    outlet = Outlet(out, room_bytes)
+    outlet = Outlet(out, room_bytes, vllm)
     return Exported(work, stack, out, export(work, chosen, outlet))

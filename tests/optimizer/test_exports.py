@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import runpy
 from collections.abc import Mapping
 from dataclasses import replace
@@ -158,6 +159,26 @@ def test_a_checkpoint_that_has_no_room_is_refused(
     (said,) = found["refused"]
     assert "the disk has 0.0001 GB for exports" in said["reason"]
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_checkpoint_for_here_is_served_and_timed(
+    spec: OptimizeSpec, tmp_path: Path
+) -> None:
+    said = {"per_token_s": 0.016, "first_token_s": 0.4, "spread": 0.02, "steps": 9}
+    said |= {"engine": "vllm", "version": "0.32.0"}
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
+    python.chmod(0o755)
+    here = replace(spec, hardware="local", exports=("compressed_tensors",))
+    found = exported(here, tmp_path / "a", DENSE, vllm=python).section["checkpoint"]
+    assert found["served_seconds"] == {**said, "threads": os.cpu_count()}
+    python.write_text("#!/bin/sh\necho 'ValueError: no kernel' >&2; exit 1\n")
+    found = exported(here, tmp_path / "b", DENSE, vllm=python).section["checkpoint"]
+    error = "vLLM does not serve checkpoint: ValueError: no kernel"
+    assert found["served_seconds"] == {"error": error}
+    there = replace(here, hardware="h100")
+    found = exported(there, tmp_path / "c", DENSE, vllm=python).section["checkpoint"]
+    assert "served_seconds" not in found
 
 
 def test_a_scale_that_is_no_number_is_refused(
