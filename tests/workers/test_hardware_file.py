@@ -1,4 +1,4 @@
-"""A worker knows the operator's devices, as the API does."""
+"""A job's process knows the operator's devices, as the API does."""
 
 import json
 import sys
@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 
-from api.settings import settings
 from optimizer import hardware
-from workers import tasks
+from workers import child
+from workers.child import Start
 
 ROW = {
     "id": "h800",
@@ -29,10 +29,9 @@ def test_a_job_finds_the_device_that_the_api_took(
     monkeypatch.setitem(sys.modules, "torch", torch)
     file = data_dir / "hardware.json"
     file.write_text(json.dumps({"devices": [ROW]}))
-    monkeypatch.setenv("PRECISION_HARDWARE_FILE", str(file))
-    settings.cache_clear()
+    start = Start("optimize", {}, str(data_dir), 0, "off", hardware_file=str(file))
     try:
-        tasks._prepare()
+        child._prepare(start)
         assert hardware.device("h800").name == "H800 SXM5"
     finally:
         hardware.use(None)

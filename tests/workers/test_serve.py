@@ -159,7 +159,7 @@ def test_a_broker_that_forgets_everything_loses_no_job(running: Service) -> None
 
 def test_a_killed_api_comes_back_on_the_same_port(running: Service) -> None:
     os.kill(running.address["children"]["api"], signal.SIGKILL)
-    assert running.client.models()[0]["id"] == "tiny"
+    assert running.client.models()[0]["name"] == "tiny"
 
 
 def test_the_key_is_the_owners_alone_and_works(running: Service) -> None:
