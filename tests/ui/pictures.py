@@ -1,4 +1,4 @@
-"""The pictures in the README: `python -m tests.ui.pictures` takes them of the demo model.
+"""The pictures of the pages in the README: `python -m tests.ui.pictures` takes them of the demo model.
 
 It runs two jobs on the real service, which takes some minutes, and looks at their pages
 as the tests do. The tests take the same pictures of a tiny model, at two widths, into
@@ -72,7 +72,6 @@ def _take(page: Page, ids: list[str]) -> None:
         ("portal-job", f"/ui/jobs/{ids[0]}"),
         ("portal-compare", f"/ui/compare?{both}"),
         ("portal-new", f"/ui/new?like={ids[0]}"),
-        ("report", f"/v1/jobs/{ids[0]}/report?format=html"),
     ):
         page.goto(address)
         page.wait_for_timeout(1500)  # the estimate comes a moment later
