@@ -1,5 +1,6 @@
 """Settings under which a lost worker is noticed soon, and a service that tests share."""
 
+import multiprocessing
 import os
 import secrets
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ LEASE = {"PRECISION_LEASE_S": "6"}  # twice what a busy machine takes for a beat
 
 
 @pytest.fixture
-def patient(database: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def patient(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Leases end when a test says so; a machine that is busy ends none."""
     for name, value in {
         "PRECISION_LEASE_S": "60",
@@ -33,7 +34,10 @@ def patient(database: str, monkeypatch: pytest.MonkeyPatch) -> str:
     }.items():
         monkeypatch.setenv(name, value)
     settings.settings.cache_clear()
-    return database
+    yield database
+    for left in multiprocessing.active_children():
+        left.kill()  # a test that failed may have stopped one: it would never end
+        left.join()
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
