@@ -377,3 +377,12 @@ class AuditEvent(Base):
     target: Mapped[str | None]  # the id of the thing
     request_id: Mapped[str | None]
     details: Mapped[dict[str, Any]]
+
+
+class EndedSession(Base):
+    """A session of the pages that somebody signed out of before its time."""
+
+    __tablename__ = "ended_sessions"
+
+    sha256: Mapped[str] = mapped_column(primary_key=True)  # of its cookie
+    expires_at: Mapped[datetime] = mapped_column(index=True)  # it would have ended then

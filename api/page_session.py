@@ -7,10 +7,12 @@ Reads need no token: the cookie is `SameSite=Lax`, and other origins cannot read
 answers. So links, downloads and event streams work as plain links.
 
 The cookie holds the id of a key and never the key; the key is looked up again, so a
-session ends with its key. A session of a portal's token ends with that token.
+session ends with its key. A session of a portal's token ends with that token. Signing
+out ends it as well, for everybody who has the cookie: its digest is kept until then.
 """
 
 import base64
+import hashlib
 import hmac
 import json
 import secrets
@@ -21,10 +23,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request, Response
+from sqlalchemy.orm import Session as Database
 
 from api import auth, db, scopes, secret
-from api.callers import Caller, Proof
+from api.callers import Caller, Proof, verified
 from api.errors import CrossSite, Unauthenticated
+from api.models import EndedSession
 from api.settings import settings
 
 PREFIX = "ps_"
@@ -83,12 +87,18 @@ def read(value: str) -> Session:
 def prove(value: str) -> Proof:
     """Return who a cookie stands for now. Raises Unauthenticated."""
     found = read(value)
+    with db.reading() as session:
+        if session.get(EndedSession, _digest(value)) is not None:
+            raise Unauthenticated()
+        return _proof(session, found)
+
+
+def _proof(session: Database, found: Session) -> Proof:
     ends = datetime.fromtimestamp(found.ends_at, UTC)
     if not found.is_of_key:
         held = scopes.expand(found.scopes)
         return Proof(Caller(found.tenant_id, found.actor, "personal", held), ends)
-    with db.reading() as session:
-        proof = auth.prove_id(session, found.actor)
+    proof = auth.prove_id(session, found.actor)
     # A person at a page repeats nothing blindly: no Idempotency-Key is asked of them.
     caller = Caller(
         proof.caller.tenant_id, found.actor, "personal", proof.caller.scopes
@@ -134,7 +144,22 @@ def keep(request: Request, response: Response, value: str) -> None:
     )
 
 
-def end(request: Request, response: Response) -> None:
+def end(request: Request) -> None:
+    """Make the request's session worthless, if it has one: no copy of it works on."""
+    value = request.cookies.get(_name(request), "")
+    try:
+        ends_at = read(value).ends_at
+    except Unauthenticated:
+        return
+    row = EndedSession(
+        sha256=_digest(value), expires_at=datetime.fromtimestamp(ends_at, UTC)
+    )
+    with db.transaction() as session:
+        session.merge(row)
+    verified.clear()
+
+
+def forget(request: Request, response: Response) -> None:
     """Have the browser forget its session."""
     response.delete_cookie(
         _name(request), secure=_secure(request), httponly=True, samesite="lax"
@@ -160,6 +185,10 @@ def _secure(request: Request) -> bool:
 
 def _name(request: Request) -> str:
     return "__Host-precision" if _secure(request) else "precision"
+
+
+def _digest(value: str) -> str:
+    return hashlib.sha256(value.encode()).hexdigest()
 
 
 def _mark(purpose: str, text: str) -> str:

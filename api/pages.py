@@ -131,10 +131,11 @@ async def sign_in(request: Request) -> Response:
 
 @router.post("/ui/signout")
 async def sign_out(request: Request) -> Response:
-    """Have the browser forget its session."""
+    """End the session, here and in every copy of its cookie."""
     page_session.require_same_origin(request)
+    await run_in_threadpool(page_session.end, request)
     response = RedirectResponse(SIGN_IN, 303)
-    page_session.end(request, response)
+    page_session.forget(request, response)
     return response
 
 
@@ -197,7 +198,7 @@ def _to_sign_in(request: Request) -> Response:
         return RedirectResponse(SIGN_IN, 303)
     here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     response = RedirectResponse(f"{SIGN_IN}?next={quote(here, safe='')}", 303)
-    page_session.end(request, response)
+    page_session.forget(request, response)
     return response
 
 

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from api import storage
 from api.db import reading, transaction
-from api.models import Artifact, IdempotencyKey
+from api.models import Artifact, EndedSession, IdempotencyKey
 from api.transitions import now
 
 JOBS_AT_ONCE = 100
@@ -53,3 +53,9 @@ def purge_promises(session: Session) -> int:
     """Forget the keys that have expired, and return how many there were."""
     old = delete(IdempotencyKey).where(IdempotencyKey.expires_at <= now(session))
     return len(list(session.scalars(old.returning(IdempotencyKey.key))))
+
+
+def purge_sessions(session: Session) -> int:
+    """Forget the sessions that would have ended by themselves, and return how many."""
+    old = delete(EndedSession).where(EndedSession.expires_at <= now(session))
+    return len(list(session.scalars(old.returning(EndedSession.sha256))))

@@ -23,6 +23,7 @@ def tidy() -> dict[str, int]:
         "events": lambda: _purge(sweeps.purge_events),
         "tombstones": lambda: _purge(sweeps.purge_tombstones),
         "promises": lambda: _purge(retention.purge_promises),
+        "sessions": lambda: _purge(retention.purge_sessions),
         "letters": lambda: _purge(_letters),
         "artifacts": lambda: _all(retention.purge_artifacts),
         "uploads": lambda: _all(expiry.purge),

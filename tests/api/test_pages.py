@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from api import auth, db, jobs, page_session
+from api import auth, db, jobs, page_session, retention
 from api.app import create_app
 from api.callers import verified
 from api.models import now
@@ -173,6 +173,33 @@ def test_signing_out_takes_the_cookie_away(browser: TestClient, key: str) -> Non
     signed_in(browser, key)
     assert browser.post("/ui/signout").headers["location"] == "/ui/signin"
     assert browser.get("/ui/jobs").status_code == 303
+
+
+def test_a_copy_of_the_cookie_is_worthless_after_signing_out(
+    browser: TestClient, key: str
+) -> None:
+    signed_in(browser, key)
+    stolen = browser.cookies["precision"]
+    browser.post("/ui/signout")
+    browser.cookies.set("precision", stolen)
+    assert browser.get("/v1/jobs").status_code == 401
+    verified.clear()  # as another replica, which never knew it
+    assert browser.get("/v1/jobs").status_code == 401
+    assert browser.post("/ui/signout").status_code == 303  # once more is no error
+    browser.cookies.clear()
+    signed_in(browser, key)  # the same key begins another
+    assert browser.get("/v1/jobs").status_code == 200
+
+
+def test_what_is_known_of_ended_sessions_goes_with_their_time(
+    browser: TestClient, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed_in(browser, key)
+    browser.post("/ui/signout")
+    with db.transaction() as session:
+        assert retention.purge_sessions(session) == 0
+        monkeypatch.setattr(retention, "now", lambda _: now() + timedelta(hours=13))
+        assert retention.purge_sessions(session) == 1
 
 
 def test_a_portals_proxy_needs_no_session(client: TestClient) -> None:
