@@ -137,6 +137,29 @@ def test_a_dataset_comes_in_parts_and_goes(page: Page, dataset: Path) -> None:
     expect(page.get_by_text("None yet")).to_be_visible()
 
 
+def test_an_upload_that_a_reload_cut_goes_on(page: Page, dataset: Path) -> None:
+    sent: list[str] = []
+
+    def upload() -> None:
+        page.goto("/ui/datasets")
+        page.get_by_label("File").set_input_files(dataset)
+        page.get_by_label("Name").fill("cut-in-two")
+        page.get_by_role("button", name="Upload").click()
+
+    page.route("**/parts/3", lambda route: None)  # it is never answered
+    upload()
+    expect(page.locator("[data-said]")).to_contain_text("132 kB of")
+    page.reload()  # while that part is on its way
+    page.unroute("**/parts/3")
+    page.on("request", lambda r: sent.append(f"{r.method} {r.url}"))
+    upload()
+    expect(page.locator("[data-said]")).to_contain_text("2000 samples")
+    assert [one[-2:] for one in sent if "/parts/" in one] == ["/3"]
+    page.get_by_role("button", name="Delete cut-in-two").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.get_by_text("None yet")).to_be_visible()
+
+
 def test_a_file_that_is_dropped_and_bad_is_refused_in_words(
     page: Page, watch: list[Watch]
 ) -> None:

@@ -1,5 +1,6 @@
 // Uploads in parts: dropped or chosen, each part with its digest, sent again where a
-// connection breaks, and resumed where the same upload was begun before.
+// connection breaks. One that a reload or a broken connection cut goes on when the same
+// files are chosen again: the browser remembers its id under their names, sizes and times.
 
 import { call, once, refresh } from "./portal.js";
 
@@ -41,11 +42,40 @@ async function digest(bytes) {
   return `sha-256=:${btoa(String.fromCharCode(...hash))}:`;
 }
 
+const mark = (name) => `upload ${JSON.stringify([form.dataset.upload, name, files.map((one) => [one.name, one.size, one.lastModified])])}`;
+
+function remembered(key, id) { // a browser may refuse to remember: then nothing is resumed
+  try {
+    if (id === null) localStorage.removeItem(key);
+    else if (id) localStorage.setItem(key, id);
+    return localStorage.getItem(key);
+  } catch { return null; }
+}
+
+async function begun(key) {
+  const id = remembered(key);
+  if (!id) return null;
+  const found = await call(`/v1/${form.dataset.upload}/${id}`).catch(() => null);
+  return ["open", "checking"].includes(found?.state) ? found : null;
+}
+
 async function open(name) {
   const kind = form.dataset.upload;
+  const key = mark(name);
+  const before = await begun(key);
+  if (before) return before;
   const listed = files.map((file) => ({ path: file.name, bytes: file.size }));
   const json = kind === "datasets" ? { name, bytes: files[0].size } : { name, files: listed };
-  return call(`/v1/${kind}`, { method: "POST", json, headers: once() });
+  const upload = await call(`/v1/${kind}`, { method: "POST", json, headers: once() });
+  remembered(key, upload.id);
+  return upload;
+}
+
+// Which parts are to be sent: the first thousand that are missing are listed by number.
+function wanted(upload) {
+  const listed = new Set(upload.missing_parts);
+  const beyond = upload.missing_count > listed.size ? Math.max(...listed) : Infinity;
+  return (number) => listed.has(number) || number > beyond;
 }
 
 async function part(upload, number, blob) {
@@ -65,13 +95,15 @@ async function part(upload, number, blob) {
 
 async function send(upload) {
   const total = files.reduce((sum, file) => sum + file.size, 0);
+  const isMissing = wanted(upload);
   let sent = 0;
   for (const planned of upload.files) {
     const file = form.dataset.upload === "datasets" ? files[0] : files.find((one) => one.name === planned.path);
     for (let index = 0; index < planned.parts; index += 1) {
       const from = index * upload.part_bytes;
       const blob = file.slice(from, from + upload.part_bytes);
-      await part(upload, planned.first_part + index, blob);
+      const number = planned.first_part + index;
+      if (isMissing(number)) await part(upload, number, blob);
       sent += blob.size;
       bar(sent / total);
       says(`${size(sent)} of ${size(total)}`);
@@ -81,7 +113,7 @@ async function send(upload) {
 
 async function checked(upload) {
   says("Every part is there; the files are looked at…");
-  let found = await call(`${upload.links.self}/complete`, { method: "POST", json: {} });
+  let found = upload.state === "checking" ? upload : await call(`${upload.links.self}/complete`, { method: "POST", json: {} });
   while (found.state === "checking") found = await call(`${upload.links.self}?wait=20`);
   if (found.error) throw new Error(found.error.detail ?? found.error.message ?? "it was refused");
   return found;
@@ -93,11 +125,13 @@ async function run(name) {
   stopper = new AbortController();
   busy(true);
   bar(0);
+  const key = mark(name);
   let upload;
   try {
     upload = await open(name);
-    await send(upload);
+    if (upload.state === "open") await send(upload);
     const found = await checked(upload);
+    remembered(key, null);
     says(`${found.name} is there: ${found.samples !== undefined ? `${found.samples} samples` : `${found.parameters.toLocaleString("en")} parameters`}.`);
     form.reset();
     files = [];
@@ -106,8 +140,11 @@ async function run(name) {
     await refresh();
   } catch (error) {
     const stopped = error.name === "AbortError";
-    says(stopped ? "Stopped. Nothing is kept." : `✗ ${error.message}`);
-    if (upload) call(upload.links.self, { method: "DELETE" }).catch(() => {});
+    const cut = error.status === 0 || error.status === 429 || error.status >= 500;
+    says(stopped ? "Stopped. Nothing is kept." : `✗ ${error.message}${cut && upload ? "; Upload goes on where it was cut" : ""}`);
+    if (!upload || cut) return;
+    remembered(key, null);
+    call(upload.links.self, { method: "DELETE" }).catch(() => {});
   } finally {
     busy(false);
     bar(null);
