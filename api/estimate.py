@@ -1,7 +1,8 @@
 """`POST /v1/estimate`: what to expect before anything is measured, without a job.
 
-The body is that of `POST /v1/optimize`, and may say how the model is trained. A model
-is a registered one, a folder, or a published one by its name alone.
+The body is that of `POST /v1/optimize`. A task that trains adds `training`: memory, and
+what to train in and why; the body's own `training` says more of it than a task can. A
+model is a registered one, a folder, or a published one by its name alone.
 """
 
 import difflib
@@ -13,7 +14,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from sqlalchemy.orm import Session
 
-from api import catalog, db, estimate_views, resolve
+from api import catalog, db, estimate_views, resolve, trainings
 from api.access import Caller
 from api.errors import Invalid
 from api.schemas import (
@@ -59,7 +60,11 @@ class TrainingBody(Body):
 
 
 class EstimateRequest(OptimizeRequest):
-    """Body of POST /v1/estimate: that of POST /v1/optimize, and perhaps `training`."""
+    """Body of POST /v1/estimate: that of POST /v1/optimize, and perhaps `training`.
+
+    A task of `pretrain`, `finetune` or `lora` is trained; what `training` says goes
+    before what the task says.
+    """
 
     workload: EstimateWorkload = Field(default_factory=EstimateWorkload)
     training: TrainingBody | None = None
@@ -80,16 +85,27 @@ def estimate(body: EstimateRequest, caller: Caller) -> dict[str, Any]:
             )
         name, source, shape = model_of(session, caller.tenant_id, body.model)
     resolve.require_split(shape, named)
-    how = _training(body.training) if body.training else None
+    asked = _asked(body)
+    how = _training(asked) if asked else None
     found = _estimate(named, shape, body)
     _refuse_beyond(found)
     if how is None:
         _refuse_too_large(found)
     view = estimate_views.estimate(found, name, source)
-    if how is not None and body.training is not None:
-        scenario = body.training.scenario
-        view["training"] = estimate_views.training(found.ask, how, scenario)
+    if how is not None and asked is not None:
+        view["training"] = estimate_views.training(found.ask, how, asked.scenario)
+        serves = [] if trainings.trains(body) else view["warnings"]
+        view["warnings"] = [*serves, *estimate_views.too_long(found.ask, how)]
     return view
+
+
+def _asked(body: EstimateRequest) -> TrainingBody | None:
+    """Return how the model is trained: by its task, and by `training` before it."""
+    of_task = trainings.estimated(body)
+    if not of_task:
+        return body.training
+    more = body.training.model_dump(exclude_unset=True) if body.training else {}
+    return TrainingBody(**{**of_task, **more})
 
 
 def _estimate(

@@ -32,7 +32,7 @@ def estimate(
         ),
     ] = None,
     train: Annotated[
-        str | None, typer.Option(help="pretraining, lora, alignment, …: and training.")
+        str | None, typer.Option(help="pretraining, finetuning, lora, …: and training.")
     ] = None,
     as_json: AsJson = False,
     url: Url = None,

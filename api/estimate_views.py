@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the API starts without numpy
     from optimizer.advice import Advice
     from optimizer.estimate import Ask, Estimate, Priced
+    from optimizer.hardware import Device
     from optimizer.ledger import Ledger
     from optimizer.limits import Limit
-    from optimizer.training_memory import Training
+    from optimizer.training_memory import Gain, Training
 
 Json = dict[str, Any]
 
@@ -46,7 +47,7 @@ def estimate(found: "Estimate", name: str, source: str) -> Json:
         },
         "latency_sla": _target(found),
         "recommendation": asdict(found.choice),
-        "training_advice": _every_advice(ask),
+        "training_advice": every_advice(ask.device),
         "training": None,
         "warnings": _warnings(ask),
     }
@@ -149,18 +150,33 @@ def training(ask: "Ask", how: "Training", scenario: str) -> Json:
     ledger = training(ask.model, how)
     saved = gain(ask.model, how)
     return {
+        "assumed": {"scenario": scenario, **asdict(how)},
         "memory": _ledger(ledger),
         "fits": ledger.total_bytes <= ask.room_bytes,
         "mixed_precision": {**asdict(saved), "saved_share": saved.saved_share},
-        "advice": _every_advice(ask)[scenario],
+        "advice": every_advice(ask.device)[_pays(scenario, saved)],
     }
 
 
-def _every_advice(ask: "Ask") -> Json:
-    """What to train in on this device, by what the training is for."""
+def _pays(scenario: str, saved: "Gain") -> str:
+    """Return whose advice holds: where mixed precision does not pay, a small model's."""
+    whole = scenario in ("pretraining", "finetuning")
+    return "small_model" if whole and not saved.pays else scenario
+
+
+def too_long(ask: "Ask", how: "Training") -> list[str]:
+    """Return the warning of sequences that the model does not take, where they are."""
+    longest, tokens = ask.model.max_context, how.sequence_tokens
+    if not longest or tokens <= longest:
+        return []
+    return [f"sequences of {tokens} tokens: the model takes {longest} at once"]
+
+
+def every_advice(device: "Device") -> Json:
+    """Return what to train in on a device, by what the training is for."""
     from optimizer.advice import Scenario, training_advice
 
-    return {str(s): _advice(training_advice(ask.device, s)) for s in Scenario}
+    return {str(s): _advice(training_advice(device, s)) for s in Scenario}
 
 
 def _advice(advice: "Advice") -> Json:

@@ -53,6 +53,14 @@ COMPONENTS = {
     "lm_head": "LM head",
     "router": "Router",
 }
+SCENARIOS = {  # of training
+    "pretraining": "Pre-training",
+    "finetuning": "Fine-tuning",
+    "lora": "LoRA",
+    "alignment": "Alignment (preferences, reinforcement learning)",
+    "small_model": "A small model, short sequences",
+    "reproduction": "Repeating a run",
+}
 REMEDIES = {
     "user": "Change the request, and send it again.",
     "model": "Correct the model's files, upload it again, and send a new job.",
@@ -96,6 +104,11 @@ def state(status: str, outcome: str | None = None) -> tuple[str, str, str]:
 def component(name: str) -> str:
     """Return a component's name for people."""
     return COMPONENTS.get(name, name)
+
+
+def scenario(name: str) -> str:
+    """Return what a training is for, for people."""
+    return SCENARIOS.get(name, name)
 
 
 def duration(seconds: float | None) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from api import catalog, catalog_views, datasets, hardware
+from api import catalog, catalog_views, datasets, estimate_views, hardware
 from api.access import DB
 from api.errors import NotFound
 from api.model_files import MODEL_FILES
@@ -13,6 +13,7 @@ from api.pages import PageRoute, Visitor
 from api.settings import settings
 from optimizer.abilities import Status
 from optimizer.datasets import Distribution
+from optimizer.hardware import DEVICES
 
 PER_PAGE = 50
 
@@ -99,7 +100,14 @@ def device_page(name: str, request: Request, visitor: Visitor) -> Response:
         here="hardware",
         device=found,
         answers=_answers(found),
+        advice=_advice(found.id),
     )
+
+
+def _advice(name: str) -> dict[str, Any]:
+    """Return what to train in, by purpose; of the worker's own device nothing is known."""
+    known = DEVICES.get(name)
+    return estimate_views.every_advice(known) if known else {}
 
 
 def _answers(found: hardware.DeviceView) -> dict[str, dict[str, list[Any]]]:

@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import replace
+from typing import Any
 
 from api.errors import Invalid
 from api.schemas import OptimizeRequest, TaskRef
@@ -16,6 +17,9 @@ OF_SERVING = {  # what a training has not, and why
     "engine": "a training is served by no engine",
     "max_memory_bytes": "a training is told what it takes of the device",
 }
+
+SCENARIOS = {"pretrain": "pretraining", "finetune": "finetuning", "lora": "lora"}
+HELD = {"bf16": "mixed", "fp16": "mixed"}  # of an arithmetic, in the ledger of memory
 
 
 def trains(request: OptimizeRequest) -> bool:
@@ -76,6 +80,25 @@ def of_task(task: TaskRef) -> TrainingSpec:
     except SpecError as error:
         pointer = "/task/planned" if str(error).startswith("planned") else "/task"
         raise Invalid(pointer, str(error), error.code) from None
+
+
+def estimated(request: OptimizeRequest) -> dict[str, Any]:
+    """Return what a task says of the memory of its training; empty: it serves.
+
+    A step's micro-batch is one device's. Raises Invalid naming the field.
+    """
+    how = training(request)
+    if how is None:
+        return {}
+    arithmetic = how.planned.arithmetic if how.planned else "bf16"
+    return {
+        "scenario": SCENARIOS[request.task.type],
+        "arithmetic": HELD.get(arithmetic, arithmetic),
+        "optimizer": how.optimizer,
+        "batch_size": how.batch_size,
+        "sequence_tokens": how.sequence_tokens,
+        "lora_rank": how.lora_rank if request.task.type == "lora" else None,
+    }
 
 
 def _require(field: str, names: list[str], known: tuple[str, ...]) -> None:

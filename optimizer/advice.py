@@ -31,6 +31,7 @@ class Scenario(StrEnum):
     """What a training is for."""
 
     PRETRAINING = "pretraining"
+    FINETUNING = "finetuning"  # of every weight, at a small learning rate
     LORA = "lora"
     ALIGNMENT = "alignment"  # preference and reinforcement learning
     SMALL_MODEL = "small_model"  # under 100M parameters, short sequences
@@ -160,12 +161,18 @@ _LORA = (
         COUNTED,
     ),
 )
+_SMALL_STEPS = Reason(
+    "steps are small: at a weight of w bf16 loses a change under w/512 (half its "
+    "spacing), so the update needs an fp32 master copy",
+    COUNTED,
+)
+_FINETUNING_FP8 = Reason(
+    "what was shown of FP8 is of training from nothing; whether these weights follow in "
+    "it, a probe of some hundred steps tells",
+    FP8_FORMATS,
+)
 _ALIGNMENT = (
-    Reason(
-        "steps are small: at a weight of w bf16 loses a change under w/512 (half its "
-        "spacing), so the update needs an fp32 master copy",
-        COUNTED,
-    ),
+    _SMALL_STEPS,
     Reason(
         "policy and reference, and training and generation, must round alike: their "
         "difference is the signal",
@@ -205,6 +212,9 @@ def training_advice(device: Device, scenario: Scenario) -> Advice:
             reasons = (*_FP8_PRETRAINING, *more, width, _SQRT2)
         case Scenario.PRETRAINING:
             reasons = (width, _SQRT2) if precision == "bf16" else reasons
+        case Scenario.FINETUNING:
+            more = (_FINETUNING_FP8,) if found in (Tier.FP8, Tier.FP4) else ()
+            reasons = (_SMALL_STEPS, width, *more)
         case Scenario.LORA:
             reasons = (*_LORA, width)
         case Scenario.ALIGNMENT:

@@ -248,6 +248,69 @@ def test_training_is_counted_and_advised(client: TestClient) -> None:
     assert any(reason["folklore"] for reason in found["advice"]["reasons"])
 
 
+@pytest.mark.parametrize(
+    ("task", "scenario", "batch", "precision"),
+    [
+        ("pretrain", "pretraining", 8, "bf16 with FP8 matrices"),
+        ("finetune", "finetuning", 8, "bf16"),
+        ("lora", "lora", 8, "bf16"),
+        ({"type": "finetune", "batch_size": 2}, "finetuning", 2, "bf16"),
+    ],
+)
+def test_a_task_that_trains_is_counted_and_advised(
+    client: TestClient, task: str | Json, scenario: str, batch: int, precision: str
+) -> None:
+    found = answered(client, task=task)["training"]
+    assert found["assumed"]["scenario"] == found["advice"]["scenario"] == scenario
+    assert found["assumed"]["batch_size"] == batch
+    assert found["assumed"]["lora_rank"] == (8 if scenario == "lora" else None)
+    assert found["advice"]["precision"] == precision
+    rows = {row["name"]: row["bytes"] for row in found["memory"]["rows"]}
+    frozen = rows.get("frozen_weights", 0)
+    assert frozen == (2 * 7_615_616_512 if scenario == "lora" else 0)
+
+
+def test_what_a_task_says_of_its_training_is_counted(client: TestClient) -> None:
+    said = {"optimizer": "sgd_momentum", "batch_size": 4, "sequence_tokens": 256}
+    task = {"type": "pretrain", **said, "planned": {"arithmetic": "fp32"}}
+    more = {"zero_stage": 2, "data_parallel": 8, "batch_size": 1}
+    found = answered(client, task=task, training=more)["training"]
+    assumed = {**said, **more, "arithmetic": "fp32"}  # `training` goes before the task
+    assert assumed.items() <= found["assumed"].items()
+    rows = {row["name"]: row["bytes"] for row in found["memory"]["rows"]}
+    assert rows["weights"] == 4 * 7_615_616_512
+    assert rows["optimizer_state"] == 4 * 7_615_616_512 / 8
+
+
+def test_where_mixed_precision_does_not_pay_the_advice_says_so(
+    client: TestClient, tiny: Path
+) -> None:
+    (tiny / "config.json").write_text(json.dumps({**CONFIG, **SIZES}))
+    short = {"type": "pretrain", "sequence_tokens": 64}
+    found = answered(client, model={"path": str(tiny)}, task=short)["training"]
+    assert not found["mixed_precision"]["pays"]
+    assert found["advice"]["scenario"] == "small_model"
+    assert found["advice"]["precision"] == "fp32"
+    assert found["advice"]["reasons"][0]["folklore"]
+
+
+@pytest.mark.parametrize(
+    ("pointer", "change"),
+    [
+        ("/latency_sla", {"task": "finetune", "latency_sla": 0.02}),
+        ("/task/learning_rate", {"task": {"type": "chat", "learning_rate": 0.1}}),
+        ("/task/steps", {"task": {"type": "lora", "steps": 0}}),
+        ("/task/optimizer", {"task": {"type": "lora", "optimizer": "adm"}}),
+    ],
+)
+def test_a_task_is_refused_as_a_job_would_be(
+    client: TestClient, pointer: str, change: Json
+) -> None:
+    answer = post(client, **change)
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["pointer"] == pointer
+
+
 def test_training_is_told_even_where_serving_does_not_fit(client: TestClient) -> None:
     found = answered(
         client,

@@ -6,6 +6,7 @@ from api import page_plot, page_words
 from api.page_compare import compare
 from api.page_plot import Drawn, Point
 from api.views import JobView
+from optimizer.advice import Scenario
 from tests.api.conftest import Json
 
 
@@ -35,6 +36,10 @@ def test_targets_are_said_with_their_percentile() -> None:
     assert (
         page_words.target(sla) == "20.0\u00a0ms a token, 500\u00a0ms to the first (p95)"
     )
+
+
+def test_every_purpose_of_a_training_has_words() -> None:
+    assert {str(s) for s in Scenario} == page_words.SCENARIOS.keys()
 
 
 def test_every_kind_of_event_is_a_line_or_is_shown_otherwise() -> None:

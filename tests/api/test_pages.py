@@ -300,3 +300,22 @@ def test_jobs_of_both_kinds_stand_side_by_side(client: TestClient, done: str) ->
         jobs.succeed(session, claim, "recommended", SUMMARY, [])
     for pair in (f"job={made}&job={done}", f"job={done}&job={made}"):
         assert client.get(f"/ui/compare?{pair}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("p100", "Pre-training: <strong>fp32</strong>"),
+        ("t4", "Pre-training: <strong>fp16 with loss scaling</strong>"),
+        ("h100", "Pre-training: <strong>bf16 with FP8 matrices</strong>"),
+    ],
+)
+def test_a_device_says_what_to_train_in_and_who_says_so(
+    browser: TestClient, key: str, name: str, said: str
+) -> None:
+    signed_in(browser, key)
+    page = browser.get(f"/ui/hardware/{name}").text
+    assert said in page
+    assert '<span class="chip even">folklore</span>' in page
+    assert "arXiv:1710.03740" in page  # who said to keep master weights in fp32
+    assert ("unscale the gradients before they are clipped" in page) == (name == "t4")
