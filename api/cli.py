@@ -26,6 +26,7 @@ from api import (
     measure,
     models_cli,
     operate,
+    training_options,
     training_views,
     transfers,
     verify_cli,
@@ -122,13 +123,7 @@ def optimize(
     first_token: Annotated[
         str | None, typer.Option(help="Time to the first token: 300ms.")
     ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="chat, completion, …, or pretrain, finetune, lora; or as JSON: "
-            '{"type": "lora", "steps": 50}.'
-        ),
-    ] = None,
+    task: training_options.Task = None,
     distribution: Annotated[
         str | None,
         typer.Option("--data", help="A built-in name, or a file of JSON lines."),
@@ -161,6 +156,13 @@ def optimize(
         Path | None,
         typer.Option(help="A stack.json that the search starts from.", metavar="FILE"),
     ] = None,
+    rate: training_options.Rate = None,
+    rule: training_options.Rule = None,
+    steps: training_options.Steps = None,
+    warmup: training_options.Warmup = None,
+    accumulation: training_options.Accumulation = None,
+    sequence: training_options.Sequence = None,
+    lora_rank: training_options.Rank = None,
     wait: Annotated[bool, typer.Option(help="Wait for the result.")] = True,
     to: Annotated[
         Path | None,
@@ -179,8 +181,21 @@ def optimize(
         raise typer.BadParameter(
             "what is waited for can be written", param_hint="--out"
         )
+    asked = training_options.task(
+        task,
+        {
+            "--lr": rate,
+            "--optimizer": rule,
+            "--steps": steps,
+            "--warmup": warmup,
+            "--accumulation": accumulation,
+            "--sequence-tokens": sequence,
+            "--lora-rank": lora_rank,
+            "--batch-size": batch_size,
+        },
+    )
     workload = {
-        "batch_size": batch_size,
+        "batch_size": None if training_options.trains(asked) else batch_size,
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "tensor_parallel": tensor_parallel,
@@ -193,7 +208,7 @@ def optimize(
             first_token_s=None
             if first_token is None
             else seconds(first_token, "--first-token"),
-            task=_task(task),
+            task=asked,
             distribution=_distribution(client, distribution),
             workload={k: n for k, n in workload.items() if n is not None},
             rounding=rounding,
@@ -222,16 +237,6 @@ def _created(client: Client, ask: Ask, *, here: bool) -> dict[str, Any]:
                 raise
     model = models_cli.send_model(client, folder)["name"]
     return client.optimize(replace(ask, model=model).body())
-
-
-def _task(said: str | None) -> str | dict[str, Any] | None:
-    """Return a task to send: a name, or the object that was written as JSON."""
-    if said is None or not said.startswith("{"):
-        return said
-    try:
-        return dict(json.loads(said))
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint="--task") from None
 
 
 def _stack(fixed: Path | None, start: Path | None) -> dict[str, Any] | None:

@@ -102,6 +102,7 @@ def _environment() -> Environment:
     )
     for name in ("nats", "seconds", "size", "share", "count", "significant", "change"):
         found.filters[name] = getattr(units, name)
+    found.filters["as_json"] = as_json
     found.filters |= {"ago": ago, "moment": moment, "duration": page_words.duration}
     found.globals |= {
         "assets": f"/ui/assets/{assets_version()}",

@@ -20,7 +20,7 @@ from api import (
 from api.access import DB
 from api.callers import Caller
 from api.errors import Invalid
-from api.models import FINAL, Artifact, Status
+from api.models import FINAL, Artifact, Job, Status
 from api.owners import Filter
 from api.page_render import page
 from api.pages import PageRoute, Visitor
@@ -28,6 +28,8 @@ from api.places import places
 from optimizer.abilities import FORMATS
 from optimizer.hardware import DEVICES, LOCAL
 from optimizer.spec import ENGINES, ROUNDINGS, SWEPT_FORMATS, TASKS
+from optimizer.training.candidates import CANDIDATES, Arithmetic
+from optimizer.training.spec import OPTIMIZERS, TASKS_OF
 
 PER_PAGE = 25
 MAX_EVENTS = 1000  # lines of the log
@@ -73,6 +75,11 @@ def new_page(
         data=_data(session, visitor),
         devices=_devices(),
         tasks=TASKS,
+        before=_trained(before),
+        usual={name: how.to_json() for name, how in TASKS_OF.items()},
+        optimizers=OPTIMIZERS,
+        arithmetics=list(Arithmetic),
+        candidates=list(CANDIDATES),
         engines=ENGINES,
         roundings=ROUNDINGS,
         formats=sorted(FORMATS),
@@ -175,6 +182,12 @@ def _with(request: Request, **changes: str | None) -> str:
 def _devices() -> list[tuple[str, str]]:
     named = [(found.id, found.name) for found in DEVICES.values()]
     return [*named, (LOCAL, "this worker's own device, measured")]
+
+
+def _trained(before: Job | None) -> dict[str, Any]:
+    """Return how a job's task trained; empty: it served, or there is none."""
+    training = before.spec.get("training") if before else None
+    return {"task": before.spec["task"], **training} if before and training else {}
 
 
 def _models(session: Session, visitor: Caller) -> list[Any]:

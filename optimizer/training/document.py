@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from optimizer.document_provenance import versions
+from optimizer.document_provenance import REPRODUCE, code_sha256, versions
 from optimizer.hardware import Device
 from optimizer.ledger import Ledger
 from optimizer.spec import OptimizeSpec
@@ -80,11 +80,22 @@ def build(found: Probed, about: About) -> Json:
         "warnings": [*about.warnings, *_bare(about)],
         "provenance": {
             "versions": versions(),
+            "code_sha256": code_sha256(),
             "seed": about.spec.seed,
-            "reproduce": f"precision optimize {about.spec.model} --hardware "
-            f"{about.spec.hardware} --task {about.spec.task} --data "
-            f"{about.spec.data_distribution}",
+            "request": _request(about.spec),
+            "reproduce": REPRODUCE,
         },
+    }
+
+
+def _request(spec: OptimizeSpec) -> Json:
+    """Return a body of `POST /v1/optimize` that asks for the same, defaults spelt out."""
+    assert spec.training is not None
+    return {
+        "model": spec.model,
+        "hardware": spec.hardware,
+        "task": {"type": spec.task, **spec.training.to_json()},
+        "data_distribution": {"name": spec.data_distribution, "seed": spec.seed},
     }
 
 

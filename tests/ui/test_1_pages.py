@@ -117,6 +117,56 @@ def test_refusals_stand_at_their_fields(page: Page, watch: list[Watch]) -> None:
     assert violations(page) == []
 
 
+def test_a_task_that_trains_has_its_own_fields_and_advice(page: Page) -> None:
+    page.goto("/ui/new")
+    page.get_by_label("Model").fill("qwen2-7b")
+    expect(page.get_by_label("Learning rate")).to_be_hidden()
+    page.get_by_label("Task").select_option("pretrain")
+    expect(page.get_by_label("Per output token")).to_be_hidden()
+    expect(page.get_by_label("Learning rate")).to_have_attribute(
+        "placeholder", "0.0003"
+    )
+    page.get_by_label("Task").select_option("lora")
+    expect(page.get_by_label("Learning rate")).to_have_attribute(
+        "placeholder", "0.0002"
+    )
+    memory = page.get_by_role("region", name="Memory of the training")
+    expect(memory.get_by_role("row", name="frozen weights")).to_contain_text("15.2 GB")
+    expect(page.locator("#estimate-body")).to_contain_text("By rules: bf16")
+    assert violations(page) == []
+    page.get_by_label("Task").select_option("pretrain")
+    page.get_by_label("Sequences at once").fill("2")
+    expect(memory.get_by_role("row", name="master weights")).to_be_visible()
+    expect(page.locator("#estimate-body")).to_contain_text("folklore")
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        assert fits(page), width
+
+
+def test_refusals_of_a_training_stand_at_their_fields(
+    page: Page, watch: list[Watch]
+) -> None:
+    watch[0].expected = ["422"]
+    page.goto("/ui/new")
+    page.get_by_label("Model").fill("tiny")
+    page.get_by_label("Task").select_option("finetune")
+    for label, given, said in (
+        ("Steps", "0", "greater than or equal to 4"),
+        ("Steps", "1000000", "less than or equal to 5000"),
+        ("Learning rate", "0", "greater than 0"),
+        ("Learning rate", "1e9", "less than or equal to 10"),
+        ("Learning rate", "fast", "number"),
+        ("Sequence length", "4096", "tiny takes at most 2048"),
+    ):
+        field = page.get_by_label(label, exact=True)
+        field.fill(given)
+        page.get_by_role("button", name="Start the job").click()
+        expect(field).to_have_accessible_description(re.compile(said))
+        expect(field).to_be_focused()
+        field.fill("")
+    assert violations(page) == []
+
+
 def test_a_dataset_comes_in_parts_and_goes(page: Page, dataset: Path) -> None:
     sent: list[str] = []
     page.on("request", lambda r: sent.append(f"{r.method} {r.url}"))

@@ -7,6 +7,8 @@ const body = document.getElementById("estimate-body");
 const note = document.getElementById("estimate-note");
 const problem = document.getElementById("problem");
 const WAIT_MS = 350;
+const usual = JSON.parse(form.dataset.usual); // what is usual for each task that trains
+const before = JSON.parse(form.dataset.before); // the training that is changed and run again
 let timer, asking, key = once();
 
 const seconds = (s) => {
@@ -30,20 +32,63 @@ const without = (object) => {
 };
 const ms = (name) => (value(name) === "" ? undefined : real(Number(value(name).replace(",", ".")) / 1000));
 
+const trains = () => value("task") in usual;
+const decimal = (name) => (value(name) === "" ? undefined : real(Number(value(name).replace(",", "."))));
+const counts = (names) => Object.fromEntries(names.map((n) => [n.replace("train_", ""), number(n) === undefined ? undefined : real(number(n))]));
+const checked = (name) => [...form.querySelectorAll(`input[name="${name}"]:checked`)].map((e) => e.value);
+
+// Shows the fields of serving or those of training, and what is usual for the task.
+function suit() {
+  const task = value("task");
+  const here = ["train", "serve"][trains() ? 0 : 1];
+  for (const part of document.querySelectorAll("[data-when]")) part.hidden = ![here, task].includes(part.dataset.when);
+  for (const field of form.querySelectorAll("[data-usual-of]")) field.placeholder = usual[task]?.[field.dataset.usualOf] ?? "";
+}
+
 function request() {
-  const sla = without({ per_token_s: ms("per_token"), first_token_s: ms("first_token") });
-  const formats = [...form.querySelectorAll('input[name="formats"]:checked')].map((e) => e.value);
-  const counts = (names) => Object.fromEntries(names.map((n) => [n, number(n) === undefined ? undefined : real(number(n))]));
   return without({
     model: value("model"),
     hardware: value("hardware"),
+    ...(trains() ? toTrain() : toServe()),
+    metadata: value("entity_ref") ? { entity_ref: value("entity_ref") } : undefined,
+  });
+}
+
+function planned() {
+  const arithmetic = value("planned");
+  if (!arithmetic) return undefined;
+  return { ...(before.planned?.arithmetic === arithmetic ? before.planned : {}), arithmetic };
+}
+
+function toTrain() {
+  const kept = value("task") === before.task ? { weight_decay: before.weight_decay, clip: before.clip } : {};
+  const all = form.querySelectorAll('input[name="candidates"]').length;
+  const candidates = checked("candidates");
+  return {
+    task: without({
+      type: value("task"),
+      optimizer: value("optimizer"),
+      learning_rate: decimal("learning_rate"),
+      ...counts(["steps", "warmup_steps", "train_batch_size", "accumulation", "train_sequence_tokens"]),
+      lora_rank: value("task") === "lora" ? counts(["lora_rank"]).lora_rank : undefined,
+      candidates: candidates.length === all ? undefined : candidates,
+      without_masters: form.elements.without_masters.checked || undefined,
+      planned: planned(),
+      ...kept,
+    }),
+    data_distribution: value("data"),
+  };
+}
+
+function toServe() {
+  const sla = without({ per_token_s: ms("per_token"), first_token_s: ms("first_token") });
+  return {
     latency_sla: sla && { ...sla, percentile: Number(value("percentile")) },
     task: value("task"),
     data_distribution: without({ name: value("data"), ...counts(["calibration_tokens", "validation_tokens", "sequence_tokens"]) }),
     workload: without(counts(["batch_size", "prompt_tokens", "output_tokens", "tensor_parallel"])),
-    search: { engine: value("engine"), rounding: value("rounding"), formats },
-    metadata: value("entity_ref") ? { entity_ref: value("entity_ref") } : undefined,
-  });
+    search: { engine: value("engine"), rounding: value("rounding"), formats: checked("formats") },
+  };
 }
 
 function clear() {
@@ -95,49 +140,83 @@ function show(error, focus) {
   if (focus) (placed ?? problem).focus?.();
 }
 
-function cell(row, index, text) {
-  row.children[index].textContent = text;
+function element(name, text, look = "") {
+  const made = document.createElement(name);
+  made.textContent = text;
+  if (look) made.className = look;
+  return made;
 }
 
-function draw(found) {
-  const table = document.createElement("table");
-  const head = table.createTHead().insertRow();
-  for (const [text, look] of [["Stack", ""], ["Per token", "n"], ["Memory", "n"], ["Target", ""]]) {
-    const th = document.createElement("th");
-    th.textContent = text;
-    th.className = look;
+// Returns a table in a region that scrolls: heads are [text, class], rows are cells.
+function table(label, heads, lines) {
+  const made = document.createElement("table");
+  const head = made.createTHead().insertRow();
+  for (const [text, look] of heads) {
+    const th = element("th", text, look);
     th.scope = "col";
     head.append(th);
   }
-  const rows = table.createTBody();
-  for (const one of found.formats) {
-    const row = document.getElementById("row").content.firstElementChild.cloneNode(true);
-    const best = one.name === found.recommendation.stack;
-    cell(row, 0, one.name + (best ? " ◎" : ""));
-    cell(row, 1, seconds(one.per_token_s));
-    cell(row, 2, bytes(one.memory.total_bytes));
-    cell(row, 3, !one.fits ? "✗ does not fit" : one.meets_sla === null ? "—" : one.meets_sla ? "✓ met" : "✗ missed");
-    rows.append(row);
+  const rows = made.createTBody();
+  for (const cells of lines) {
+    const row = rows.insertRow();
+    cells.forEach((text, at) => {
+      const made = element(at ? "td" : "th", text, heads[at][1]);
+      if (!at) made.scope = "row";
+      row.append(made);
+    });
   }
-  const scroll = document.createElement("div");
-  scroll.className = "scroll";
+  const scroll = element("div", "", "scroll");
   scroll.tabIndex = 0;
   scroll.setAttribute("role", "region");
-  scroll.setAttribute("aria-label", "Estimate by stack");
-  scroll.append(table);
-  const said = document.createElement("p");
-  said.textContent = `◎ ${found.recommendation.reasons.join("; ")}.`;
-  const limit = document.createElement("p");
-  limit.className = "note";
+  scroll.setAttribute("aria-label", label);
+  scroll.append(made);
+  return scroll;
+}
+
+const warned = (found) => found.warnings.map((words) => element("p", words, "callout"));
+const met = (one) => (!one.fits ? "✗ does not fit" : one.meets_sla === null ? "—" : one.meets_sla ? "✓ met" : "✗ missed");
+
+function draw(found) {
+  const best = found.recommendation;
+  const lines = found.formats.map((one) => [
+    one.name + (one.name === best.stack ? " ◎" : ""), seconds(one.per_token_s), bytes(one.memory.total_bytes), met(one),
+  ]);
   const bf16 = found.formats.find((one) => one.name === "bf16") ?? found.formats[0];
-  limit.textContent = `Physical limit of ${bf16.name}: ${seconds(bf16.limits.per_token.seconds)} (${bf16.limits.per_token.said}).`;
-  if (!found.recommendation.reasons.includes(found.fp8.said)) limit.textContent += ` ${found.fp8.said}.`;
-  body.replaceChildren(scroll, said, limit, ...found.warnings.map((words) => {
-    const p = document.createElement("p");
-    p.className = "callout";
-    p.textContent = words;
-    return p;
-  }));
+  let limit = `Physical limit of ${bf16.name}: ${seconds(bf16.limits.per_token.seconds)} (${bf16.limits.per_token.said}).`;
+  if (!best.reasons.includes(found.fp8.said)) limit += ` ${found.fp8.said}.`;
+  body.replaceChildren(
+    table("Estimate by stack", [["Stack", ""], ["Per token", "n"], ["Memory", "n"], ["Target", ""]], lines),
+    element("p", `◎ ${best.reasons.join("; ")}.`),
+    element("p", limit, "note"),
+    ...warned(found),
+  );
+}
+
+function because(reasons) {
+  const list = element("dl", "", "why");
+  for (const { claim, source, folklore } of reasons) {
+    const said = document.createElement("div");
+    const claimed = element("dt", ` ${claim}`);
+    if (folklore) claimed.prepend(element("span", "folklore", "chip even"));
+    said.append(claimed, element("dd", folklore ? "nobody is known to have measured it" : source));
+    list.append(said);
+  }
+  return list;
+}
+
+function drawTraining(found) {
+  const { memory, fits, mixed_precision: mixed, advice } = found.training;
+  const lines = memory.rows.map((row) => [row.name.replaceAll("_", " "), bytes(row.bytes)]);
+  const kept = document.createElement("details");
+  kept.append(element("summary", "What stays in fp32"), because(advice.kept_fp32));
+  body.replaceChildren(
+    table("Memory of the training", [["Memory", ""], ["", "n"]], [...lines, ["in all", bytes(memory.total_bytes)]]),
+    element("p", `${fits ? "✓ Fits" : "✗ Does not fit"} a device of ${bytes(found.hardware.memory_bytes)}. Mixed precision ${mixed.said}.`),
+    element("h3", `By rules: ${advice.precision}`),
+    because(advice.reasons),
+    kept,
+    ...warned(found),
+  );
 }
 
 async function estimate() {
@@ -150,8 +229,9 @@ async function estimate() {
   try {
     const found = await call("/v1/estimate", { method: "POST", json: request(), signal: asking.signal });
     clear();
-    draw(found);
-    note.textContent = `${found.model.id}: ${found.model.parameters.toLocaleString("en")} parameters, ${found.model.source}. Quality is not estimated: the job measures it.`;
+    (found.training ? drawTraining : draw)(found);
+    const left = found.training ? "What the precisions do to your training, the job measures." : "Quality is not estimated: the job measures it.";
+    note.textContent = `${found.model.id}: ${found.model.parameters.toLocaleString("en")} parameters, ${found.model.source}. ${left}`;
   } catch (error) {
     if (error.name === "AbortError") return;
     body.replaceChildren();
@@ -162,6 +242,7 @@ async function estimate() {
 }
 
 form.addEventListener("input", () => {
+  suit();
   key = once(); // another request, another key
   clearTimeout(timer);
   timer = setTimeout(estimate, WAIT_MS);
@@ -184,4 +265,5 @@ form.addEventListener("submit", async (event) => {
   }
 });
 
+suit();
 estimate();
