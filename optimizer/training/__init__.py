@@ -7,14 +7,25 @@ for, so that reading a log does not load torch.
 from importlib import import_module
 
 _HOMES = {  # public name -> module of this package
+    # before a run
+    "Candidate": "candidates",
+    "NextToken": "trainer",
+    "Planned": "spec",
+    "Probed": "probe",
+    "Problem": "trainer",
+    "TrainingSpec": "spec",
+    "batches": "train_data",
+    "probe_here": "probe",
+    # beside it
     "Alarm": "health",
-    "diagnose": "doctor",
     "HealthMonitor": "monitor",
     "Metric": "health",
     "Policy": "stability",
     "PrecisionScheduler": "scheduler",
     "Thresholds": "health",
     "jsonl_log": "log_files",
+    # after it
+    "diagnose": "doctor",
     "read_log": "log_files",
 }
 

@@ -8,6 +8,7 @@ that it can know. Both keep their state in the checkpoint's trainer_state.json a
 from it, without `restore_callback_states_from_checkpoint`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,15 +21,16 @@ from optimizer.training.scheduler import PrecisionScheduler, Switched
 from optimizer.training.stability import Policy
 
 
-class _Kept(TrainerCallback, ExportableState):
+class _Kept(TrainerCallback, ExportableState, ABC):
     """A callback whose state is in the checkpoint."""
 
     def state(self) -> dict[str, Any]:
         """Return what the Trainer writes into trainer_state.json."""
         return {"args": {}, "attributes": {"kept": self._state()}}
 
+    @abstractmethod
     def _state(self) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """Return what a resumed run goes on from. None: the run has not begun."""
 
     def _found(self, state: Any) -> dict[str, Any] | None:
         """Return what a resumed run left. None: this one begins."""
