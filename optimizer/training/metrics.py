@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optimizer.formats import BF16
+from optimizer.training.shards import added_up, local
 
 SAMPLED = 1 << 14  # weights of a parameter whose change is watched: bounds the copy
 WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
@@ -123,8 +124,10 @@ def looks(
     graded = [(n, p) for n, ps in layers.items() for p in ps if p.grad is not None]
     if not graded:
         return {}
+    parameters = [p for _, p in graded]
     with torch.no_grad():
-        counts = torch.stack([_counts(p, scale) for _, p in graded]).tolist()
+        rows = torch.stack([_counts(p, scale) for p in parameters])
+        counts = added_up(rows, parameters).tolist()
     found: dict[str, Look] = {}
     for (name, parameter), row in zip(graded, counts, strict=True):
         elements, zeros, underflowed, squares, weight_squares = row
@@ -132,7 +135,7 @@ def looks(
         look = Look(
             elements=int(elements),
             zeros=int(zeros),
-            nonfinite=0 if sound else _nonfinite(_values(parameter)),
+            nonfinite=0 if sound else _nonfinite(parameter),
             underflowed=int(underflowed),
             squares=squares,
             weight_squares=weight_squares,
@@ -144,11 +147,12 @@ def looks(
 def _values(parameter: nn.Parameter) -> Tensor:
     g = parameter.grad
     assert g is not None
-    return g.coalesce().values() if g.is_sparse else g
+    return g.coalesce().values() if g.is_sparse else local(g)
 
 
-def _nonfinite(x: Tensor) -> int:
-    return x.numel() - int(x.isfinite().count_nonzero())
+def _nonfinite(parameter: nn.Parameter) -> int:
+    bad = (~_values(parameter).isfinite()).count_nonzero()
+    return int(added_up(bad[None], [parameter]))
 
 
 def _counts(parameter: nn.Parameter, scale: Tensor | float) -> Tensor:
@@ -156,7 +160,7 @@ def _counts(parameter: nn.Parameter, scale: Tensor | float) -> Tensor:
     g = _values(parameter)
     nonzero = g.count_nonzero()
     norm = torch.linalg.vector_norm(g, dtype=torch.float64) / scale
-    weight = torch.linalg.vector_norm(parameter, dtype=torch.float64)
+    weight = torch.linalg.vector_norm(local(parameter), dtype=torch.float64)
     row = [
         torch.full_like(nonzero, g.numel()),
         g.numel() - nonzero,
@@ -212,9 +216,11 @@ class Watched:
         """Return by layer the share, of weights with a gradient, that are as before."""
         shares = {}
         for name, parts in self._before.items():
-            rows = [_same(p, w) for p, w in parts if _is_dense(p.grad)]
-            if rows:
-                moved, same = torch.stack(rows).sum(0).tolist()
+            dense = [(p, w) for p, w in parts if _is_dense(p.grad)]
+            if dense:
+                rows = torch.stack([_same(p, w) for p, w in dense])
+                whole = added_up(rows, [p for p, _ in dense])
+                moved, same = whole.sum(0).tolist()
                 shares[name] = same / max(moved, 1)
         return shares
 
@@ -231,7 +237,7 @@ def _same(parameter: nn.Parameter, before: Tensor) -> Tensor:
 
 
 def _sampled(x: Tensor) -> Tensor:
-    flat = x.detach().reshape(-1)
+    flat = local(x.detach()).reshape(-1)
     return flat[:: max(1, -(-flat.numel() // SAMPLED))]
 
 
