@@ -34,7 +34,7 @@ from api import (
 from api.client import Client, ClientError
 from api.jobs_cli import JobId
 from api.operate import DataDir, OperateError
-from api.options import AsJson, Key, Url, connect, dumps, emit, seconds
+from api.options import AsJson, Key, Url, connect, connected, dumps, emit, seconds
 from api.webhooks_cli import webhooks
 
 SLA_NOT_MET = 3
@@ -297,7 +297,9 @@ def _print_report(document: dict[str, Any]) -> None:
 
 
 @app.command()
+@connected
 def report(
+    client: Client,
     job_id: JobId,
     html: Annotated[
         bool, typer.Option("--html", help="The page for people, not the JSON.")
@@ -308,13 +310,9 @@ def report(
     to: Annotated[
         Path | None, typer.Option("--out", help="File to write; else stdout.")
     ] = None,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Get the report of a job that succeeded."""
-    with connect(url, key, data_dir) as client:
-        content = client.report_as(job_id, form or ("html" if html else "json"))
+    content = client.report_as(job_id, form or ("html" if html else "json"))
     if to is None:
         sys.stdout.buffer.write(content)
         sys.stdout.flush()
@@ -325,7 +323,9 @@ def report(
 
 
 @app.command()
+@connected
 def download(
+    client: Client,
     job_id: JobId,
     to: Annotated[Path, typer.Option("--out", help="Folder to write to.")],
     only: Annotated[
@@ -333,13 +333,9 @@ def download(
         typer.Option(help="A file, or the start of names; may be repeated."),
     ] = None,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Get the files of a job, digests checked; asked again, a cut one goes on."""
-    with connect(url, key, data_dir) as client:
-        found = _fetched(client, job_id, to, tuple(only or ("",)))
+    found = _fetched(client, job_id, to, tuple(only or ("",)))
     emit([str(path) for path in found], as_json, lambda paths: _written(to, paths))
 
 

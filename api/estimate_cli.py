@@ -5,12 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from api import console_estimate, operate
-from api.operate import DataDir
-from api.options import AsJson, Key, Url, connect, emit, seconds
+from api import console_estimate
+from api.client import Client
+from api.options import AsJson, connected, emit, seconds
 
 
+@connected
 def estimate(
+    client: Client,
     model: Annotated[
         str, typer.Argument(help="A registered or published name, or a folder.")
     ],
@@ -35,9 +37,6 @@ def estimate(
         str | None, typer.Option(help="pretraining, finetuning, lora, …: and training.")
     ] = None,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Estimate memory, latency by format and what FP8 buys; measures nothing."""
     workload = {
@@ -54,6 +53,5 @@ def estimate(
         "training": None if train is None else {"scenario": train},
     }
     body = {name: value for name, value in said.items() if value is not None}
-    with connect(url, key, data_dir) as client:
-        found = client.estimate(body)
+    found = client.estimate(body)
     emit(found, as_json, console_estimate.estimate)

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from api import console, operate
-from api.operate import DataDir
-from api.options import AsJson, Key, Url, connect, emit
+from api import console
+from api.client import Client
+from api.options import AsJson, connected, emit
 
 jobs = typer.Typer(no_args_is_help=True, help="Look at jobs, and end or repeat them.")
 
@@ -15,7 +15,9 @@ JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, job_…."
 
 
 @jobs.command("list")
+@connected
 def list_jobs(
+    client: Client,
     limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
     status: Annotated[
         list[str] | None, typer.Option(help="running, failed, …; may be repeated.")
@@ -30,21 +32,17 @@ def list_jobs(
     until: Annotated[str | None, typer.Option(help="Created before.")] = None,
     oldest_first: Annotated[bool, typer.Option("--oldest-first")] = False,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """List jobs, the newest first."""
-    with connect(url, key, data_dir) as client:
-        found = client.jobs(
-            limit=limit,
-            status=status,
-            hardware=hardware,
-            created_after=since,
-            created_before=until,
-            metadata=_pairs(metadata or []),
-            order="asc" if oldest_first else None,
-        )
+    found = client.jobs(
+        limit=limit,
+        status=status,
+        hardware=hardware,
+        created_after=since,
+        created_before=until,
+        metadata=_pairs(metadata or []),
+        order="asc" if oldest_first else None,
+    )
     emit(found, as_json, console.jobs)
 
 
@@ -58,94 +56,82 @@ def _pairs(said: list[str]) -> dict[str, str]:
 
 
 @jobs.command("get")
+@connected
 def get_job(
+    client: Client,
     job_id: JobId,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Show one job."""
-    with connect(url, key, data_dir) as client:
-        job = client.job(job_id)
+    job = client.job(job_id)
     emit(job, as_json, console.job)
 
 
 @jobs.command("cancel")
+@connected
 def cancel_job(
+    client: Client,
     job_id: JobId,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Stop a job; it ends within seconds."""
-    with connect(url, key, data_dir) as client:
-        job = client.cancel(job_id)
+    job = client.cancel(job_id)
     emit(job, as_json, _state)
 
 
 @jobs.command("retry")
+@connected
 def retry_job(
+    client: Client,
     job_id: JobId,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Run a job that has ended once more; what it measured is not measured again."""
-    with connect(url, key, data_dir) as client:
-        job = client.retry(job_id)
+    job = client.retry(job_id)
     emit(job, as_json, _state)
 
 
 @jobs.command("delete")
+@connected
 def delete_job(
+    client: Client,
     job_id: JobId,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Delete the files of a job that has ended; what it was stays on record."""
-    with connect(url, key, data_dir) as client:
-        client.delete(job_id)
+    client.delete(job_id)
     console.err.print(f"deleted {job_id}", soft_wrap=True)
 
 
 @jobs.command("trials")
+@connected
 def list_trials(
+    client: Client,
     job_id: JobId,
     kind: Annotated[
         str | None, typer.Option(help="site: one choice at one site; stack: all.")
     ] = None,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Show everything that a job tried; with --json one trial per line."""
-    with connect(url, key, data_dir) as client:
-        found = client.trials(job_id, kind)
-        if as_json:
-            for trial in found:
-                typer.echo(json.dumps(trial))
-        else:
-            console.trials(list(found))
+    found = client.trials(job_id, kind)
+    if as_json:
+        for trial in found:
+            typer.echo(json.dumps(trial))
+    else:
+        console.trials(list(found))
 
 
 @jobs.command("events")
+@connected
 def list_events(
+    client: Client,
     job_id: JobId,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Show what happened to a job so far; with --json one event per line."""
-    with connect(url, key, data_dir) as client:
-        for event in client.events(job_id):
-            line = json.dumps(event) if as_json else console.event_line(event)
-            typer.echo(line)
+    for event in client.events(job_id):
+        line = json.dumps(event) if as_json else console.event_line(event)
+        typer.echo(line)
 
 
 def _state(job: dict[str, Any]) -> None:

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from api import console_bits, console_devices, operate
-from api.operate import DataDir
-from api.options import AsJson, Key, Url, connect, emit
+from api import console_bits, console_devices
+from api.client import Client
+from api.options import AsJson, connected, emit
 from optimizer import bits
 from optimizer.errors import SpecError
 
@@ -20,29 +20,25 @@ DeviceId = Annotated[
 
 
 @hardware.command("list")
+@connected
 def list_hardware(
+    client: Client,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """List the devices that a request may name."""
-    with connect(url, key, data_dir) as client:
-        found = client.hardware()
+    found = client.hardware()
     emit(found, as_json, console_devices.devices)
 
 
 @hardware.command("show")
+@connected
 def show_hardware(
+    client: Client,
     device: DeviceId,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Show one device: peaks, memory, and what it refuses and why."""
-    with connect(url, key, data_dir) as client:
-        found = client.device(device)
+    found = client.device(device)
     emit(found, as_json, console_devices.device)
 
 

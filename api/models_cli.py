@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from api import console, operate, transfers
+from api import console, transfers
 from api.client import Client, ClientError
-from api.operate import DataDir, OperateError
-from api.options import AsJson, Key, Url, connect, emit
+from api.operate import OperateError
+from api.options import AsJson, connected, emit
 
 models = typer.Typer(no_args_is_help=True, help="The models that the service knows.")
 datasets = typer.Typer(no_args_is_help=True, help="The texts that jobs may measure on.")
@@ -20,104 +20,90 @@ Lines = Annotated[
 
 
 @models.command("list")
+@connected
 def list_models(
+    client: Client,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """List the models that jobs may name."""
-    with connect(url, key, data_dir) as client:
-        found = client.models()
+    found = client.models()
     emit(found, as_json, console.models)
 
 
 @models.command("show")
+@connected
 def show_model(
+    client: Client,
     name: str,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Show a model: its files with their digests, tensors, dtypes."""
-    with connect(url, key, data_dir) as client:
-        found = client.model(name)
+    found = client.model(name)
     emit(found, as_json, console.model)
 
 
 @models.command("add")
+@connected
 def add_model(
+    client: Client,
     name: Annotated[str, typer.Argument(help="The name that callers will use.")],
     folder: Folder,
     upload: Annotated[
         bool, typer.Option(help="Send the files; the service need not see FOLDER.")
     ] = False,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Register the weights in FOLDER, which the service must see, under NAME."""
-    with connect(url, key, data_dir) as client:
-        if upload:
-            model = send_model(client, folder, name)
-        else:
-            model = client.add_model(name, str(folder.resolve()))
+    if upload:
+        model = send_model(client, folder, name)
+    else:
+        model = client.add_model(name, str(folder.resolve()))
     emit(model, as_json, lambda model: typer.echo(f"added {model['name']}"))
 
 
 @models.command("delete")
+@connected
 def delete_model(
+    client: Client,
     name: str,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Delete a model of yours, and the files that were uploaded for it."""
-    with connect(url, key, data_dir) as client:
-        client.delete_model(name)
+    client.delete_model(name)
     console.err.print(f"deleted {name}", soft_wrap=True)
 
 
 @datasets.command("list")
+@connected
 def list_datasets(
+    client: Client,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """List the texts that come with the service, and yours."""
-    with connect(url, key, data_dir) as client:
-        found = client.datasets()
+    found = client.datasets()
     emit(found, as_json, console.datasets)
 
 
 @datasets.command("add")
+@connected
 def add_dataset(
+    client: Client,
     name: Annotated[str, typer.Argument(help="The name that callers will use.")],
     file: Lines,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Upload FILE under NAME, in parts; what was cut goes on when you ask again."""
-    with connect(url, key, data_dir) as client:
-        found = send_dataset(client, file, name)
+    found = send_dataset(client, file, name)
     emit(found, as_json, lambda found: typer.echo(f"added {found['name']}"))
 
 
 @datasets.command("delete")
+@connected
 def delete_dataset(
+    client: Client,
     name: str,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Delete a dataset of yours."""
-    with connect(url, key, data_dir) as client:
-        client.delete_dataset(name)
+    client.delete_dataset(name)
     console.err.print(f"deleted {name}", soft_wrap=True)
 
 

@@ -4,11 +4,12 @@ The address and the key are --url and --key, or PRECISION_URL and PRECISION_API_
 or what a service on this machine left in --data-dir.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Concatenate
 
 import typer
 
@@ -32,6 +33,28 @@ def connect(url: str | None, key: str | None, data_dir: Path) -> Client:
         url = operate.address(data_dir)
         key = key or operate.first_key(data_dir)
     return Client(url, key)
+
+
+def connected(
+    command: Callable[Concatenate[Client, ...], None],
+) -> Callable[..., None]:
+    """Turn a command's client into the options that say of which service."""
+
+    def where(
+        url: Url = None, key: Key = None, data_dir: operate.DataDir = operate.DATA_DIR
+    ) -> Client:
+        return connect(url, key, data_dir)
+
+    def run(**said: Any) -> None:
+        with where(**{name: said.pop(name) for name in options}) as client:
+            command(client, **said)
+
+    options = inspect.signature(where).parameters
+    _, *own = inspect.signature(command).parameters.values()
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = command.__annotations__ | where.__annotations__
+    run.__signature__ = inspect.Signature([*own, *options.values()])  # type: ignore[attr-defined]
+    return run
 
 
 def seconds(text: str, option: str | None = None) -> float:

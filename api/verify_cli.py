@@ -13,7 +13,7 @@ import typer
 from api import console, operate
 from api.client import Client
 from api.operate import DataDir, OperateError
-from api.options import AsJson, Key, Url, connect, dumps
+from api.options import AsJson, Key, Url, connect, connected, dumps
 from optimizer.compare import Difference, differences
 from optimizer.seal import INTEGRITY
 
@@ -63,18 +63,16 @@ def _asked(url: str | None, key: str | None, data_dir: Path) -> str:
         return str(client.report_key()["public_key"])
 
 
+@connected
 def report_key(
+    client: Client,
     to: Annotated[
         Path | None, typer.Option("--out", help="File to write; else stdout.")
     ] = None,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Get the public key that checks reports: keep it, it needs no service later."""
-    with connect(url, key, data_dir) as client:
-        found = client.report_key()
+    found = client.report_key()
     text = dumps(found) if as_json else str(found["public_key"]).rstrip()
     if to is None:
         typer.echo(text)
@@ -83,12 +81,11 @@ def report_key(
         console.err.print(f"wrote {to} (key {found['key_id']})", soft_wrap=True)
 
 
+@connected
 def reproduce(
+    client: Client,
     report: ReportFile,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Ask for the same as REPORT again; exit 1 if anything that it found differs."""
     from api import signatures
@@ -98,9 +95,8 @@ def reproduce(
         body = _request(first)
     except signatures.Unverified as error:
         raise OperateError(f"{report}: {error}") from None
-    with connect(url, key, data_dir) as client:
-        _require_model(client, first)
-        second = _again(client, body, as_json)
+    _require_model(client, first)
+    second = _again(client, body, as_json)
     found = list(differences(first, second))
     figures = [d for d in found if not d.of_surroundings]
     if as_json:

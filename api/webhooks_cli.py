@@ -4,9 +4,9 @@ from typing import Annotated, Any
 
 import typer
 
-from api import console, operate
-from api.operate import DataDir
-from api.options import AsJson, Key, Url, connect, emit
+from api import console
+from api.client import Client
+from api.options import AsJson, connected, emit
 
 webhooks = typer.Typer(
     no_args_is_help=True, help="Where to tell of jobs that end, and whether it arrived."
@@ -18,20 +18,20 @@ EndpointId = Annotated[
 
 
 @webhooks.command("list")
+@connected
 def list_webhooks(
+    client: Client,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """List the endpoints, the newest first."""
-    with connect(url, key, data_dir) as client:
-        found = client.webhooks()
+    found = client.webhooks()
     emit(found, as_json, _endpoints)
 
 
 @webhooks.command("add")
+@connected
 def add_webhook(
+    client: Client,
     target: Annotated[str, typer.Argument(metavar="HTTPS_URL", help="Where to send.")],
     event: Annotated[
         list[str] | None,
@@ -42,59 +42,49 @@ def add_webhook(
     ] = None,
     description: Annotated[str, typer.Option(help="For people.")] = "",
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Add an endpoint. Its secret, which signs, is shown this once."""
     said = {"events": event, "format": shape, "description": description}
     body = {"url": target, **{name: value for name, value in said.items() if value}}
-    with connect(url, key, data_dir) as client:
-        made = client.add_webhook(body)
+    made = client.add_webhook(body)
     emit(made, as_json, lambda made: typer.echo(f"{made['id']}\n{made['secret']}"))
 
 
 @webhooks.command("test")
+@connected
 def try_webhook(
+    client: Client,
     endpoint: EndpointId,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Send a test; `precision webhooks deliveries` then says what came of it."""
-    with connect(url, key, data_dir) as client:
-        sent = client.test_webhook(endpoint)
+    sent = client.test_webhook(endpoint)
     emit(sent, as_json, lambda sent: typer.echo(sent["id"]))
 
 
 @webhooks.command("deliveries")
+@connected
 def list_deliveries(
+    client: Client,
     endpoint: EndpointId,
     state: Annotated[
         str | None, typer.Option(help="pending, delivered or failed.")
     ] = None,
     as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """List the newest deliveries, with their last attempt."""
-    with connect(url, key, data_dir) as client:
-        found = client.webhook_deliveries(endpoint, state)
+    found = client.webhook_deliveries(endpoint, state)
     emit(found, as_json, _deliveries)
 
 
 @webhooks.command("delete")
+@connected
 def delete_webhook(
+    client: Client,
     endpoint: EndpointId,
-    url: Url = None,
-    key: Key = None,
-    data_dir: DataDir = operate.DATA_DIR,
 ) -> None:
     """Delete an endpoint, what waits for it and its log."""
-    with connect(url, key, data_dir) as client:
-        client.delete_webhook(endpoint)
+    client.delete_webhook(endpoint)
     typer.echo(f"deleted {endpoint}")
 
 

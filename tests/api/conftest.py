@@ -8,15 +8,19 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import structlog
 from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 
-from api import jobs, storage
+from api import jobs, options, storage
+from api.cli import main
+from api.client import Client
 from api.db import reading, transaction
 from api.models import Job
 
 Json = dict[str, Any]
 Refused = Callable[..., Json]
+Run = Callable[..., tuple[int, str, str]]  # code, stdout, stderr
 
 BODY: Json = {"model": "tiny", "hardware": "h100", "latency_sla": 0.02}
 CONFIG = {
@@ -129,3 +133,40 @@ def nothing_is_queued(
     assert jobs_in_database() == 0
     assert bells == []
     assert client.get("/livez").status_code == 200
+
+
+@pytest.fixture
+def precision(
+    client: TestClient,
+    key: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Run]:
+    """Run `precision` as a shell 80 columns wide would; gives code, stdout, stderr."""
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        answer = client.request(
+            request.method,
+            str(request.url),
+            headers=dict(request.headers),
+            content=request.content,
+        )
+        return httpx.Response(answer.status_code, content=answer.content)
+
+    def connect(url: str | None, given: str | None, data_dir: Path) -> Client:
+        transport = httpx.MockTransport(serve)
+        return Client("http://testserver", key, transport=transport)
+
+    monkeypatch.setattr(options, "connect", connect)
+    monkeypatch.setenv("COLUMNS", "80")
+    # The service's own log goes to stdout, which is what we test.
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        printed = capsys.readouterr()
+        return int(end.value.code or 0), printed.out, printed.err
+
+    yield run
+    structlog.reset_defaults()

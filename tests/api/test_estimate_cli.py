@@ -1,58 +1,16 @@
 """`precision estimate`, against the real API, on a terminal of 80 columns."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import httpx
-import pytest
-import structlog
-from fastapi.testclient import TestClient
-
-from api import estimate_cli
-from api.cli import main
-from api.client import Client
-from tests.api.conftest import CONFIG, write_model
+from tests.api.conftest import CONFIG, Run, write_model
 from tests.api.test_estimate import SIZES
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def precision(
-    client: TestClient,
-    key: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Run:
-    """Run the command as a shell would; gives exit code, stdout and stderr."""
-
-    def serve(request: httpx.Request) -> httpx.Response:
-        url, headers = str(request.url), dict(request.headers)
-        answer = client.request(
-            request.method, url, headers=headers, content=request.content
-        )
-        return httpx.Response(answer.status_code, content=answer.content)
-
-    def connect(url: str | None, given: str | None, data_dir: Path) -> Client:
-        transport = httpx.MockTransport(serve)
-        return Client("http://testserver", key, transport=transport)
-
-    monkeypatch.setattr(estimate_cli, "connect", connect)
-    monkeypatch.setenv("COLUMNS", "80")
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main(("estimate", *arguments))
-        printed = capsys.readouterr()
-        return int(end.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 def test_the_answer_fits_a_terminal(precision: Run) -> None:
-    code, out, _ = precision("qwen2-7b", "--hardware", "h100", "--sla", "20ms")
+    code, out, _ = precision(
+        "estimate", "qwen2-7b", "--hardware", "h100", "--sla", "20ms"
+    )
     assert code == 0
     tables = [line for line in out.splitlines() if "  " in line]
     assert max(len(line.rstrip()) for line in tables) <= 80
@@ -64,7 +22,7 @@ def test_the_answer_fits_a_terminal(precision: Run) -> None:
 
 def test_json_is_the_services_own(precision: Run) -> None:
     asked = ("--batch", "8", "--context", "1024", "--tensor-parallel", "2", "--json")
-    code, out, _ = precision("qwen2-7b", "--hardware", "h100", *asked)
+    code, out, _ = precision("estimate", "qwen2-7b", "--hardware", "h100", *asked)
     assert code == 0
     load = json.loads(out)["workload"]
     assert (load["batch_size"], load["prompt_tokens"]) == (8, 1024)
@@ -72,7 +30,9 @@ def test_json_is_the_services_own(precision: Run) -> None:
 
 
 def test_several_devices_have_a_ledger_each(precision: Run) -> None:
-    _, out, _ = precision("llama-3.1-70b", "--hardware", "h100", "--devices", "4")
+    _, out, _ = precision(
+        "estimate", "llama-3.1-70b", "--hardware", "h100", "--devices", "4"
+    )
     assert "on each of 4 devices" in out
 
 
@@ -80,7 +40,7 @@ def test_a_folder_is_a_model(precision: Run, data_dir: Path) -> None:
     folder = write_model(data_dir / "models" / "own")
     config = {**CONFIG, **SIZES, "max_position_embeddings": 16}
     (folder / "config.json").write_text(json.dumps(config))
-    code, out, _ = precision(str(folder), "--hardware", "v100")
+    code, out, _ = precision("estimate", str(folder), "--hardware", "v100")
     assert code == 0
     assert "no kernels were timed on this device" in out
     assert "warning: prompt and output are 640 tokens" in out
@@ -88,7 +48,7 @@ def test_a_folder_is_a_model(precision: Run, data_dir: Path) -> None:
 
 
 def test_a_target_that_nothing_meets(precision: Run) -> None:
-    _, out, _ = precision("qwen2-7b", "--hardware", "l4", "--sla", "30ms")
+    _, out, _ = precision("estimate", "qwen2-7b", "--hardware", "l4", "--sla", "30ms")
     assert "target met by: nothing" in out
     assert "would need: weights of at most" in out
     assert "recommended: none" in out
@@ -96,18 +56,22 @@ def test_a_target_that_nothing_meets(precision: Run) -> None:
 
 def test_training_has_its_own_ledger(precision: Run) -> None:
     asked = ("--hardware", "h100", "--train", "pretraining")
-    _, out, _ = precision("qwen2-7b", *asked)
+    _, out, _ = precision("estimate", "qwen2-7b", *asked)
     for said in ("optimizer_state", "train in: bf16 with FP8 matrices", "[folklore]"):
         assert said in out
     assert "mixed precision saves memory" in out
     assert "fits: no" in out
-    _, out, _ = precision("gpt2", *asked)
+    _, out, _ = precision("estimate", "gpt2", *asked)
     assert "fits: yes" in out
 
 
 def test_what_is_refused_is_told(precision: Run) -> None:
-    code, _, err = precision("qwen2-7b", "--hardware", "h100", "--sla", "1ms")
+    code, _, err = precision(
+        "estimate", "qwen2-7b", "--hardware", "h100", "--sla", "1ms"
+    )
     assert code == 1
     assert "physical limit" in err
-    code, _, err = precision("qwen2-7b", "--hardware", "h100", "--sla", "soon")
+    code, _, err = precision(
+        "estimate", "qwen2-7b", "--hardware", "h100", "--sla", "soon"
+    )
     assert code == 2

@@ -1,56 +1,25 @@
 """The commands that look things up, against the real API."""
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import structlog
-from fastapi.testclient import TestClient
 
-from api import lookup
-from api.cli import main
-from api.client import Client
 from optimizer.hardware import DEVICES
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.api.conftest import Run
 
 
 @pytest.fixture
-def precision(
-    client: TestClient,
-    key: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Run]:
-    """Run a command as a shell 80 columns wide would; gives code, stdout, stderr."""
-
-    def serve(request: httpx.Request) -> httpx.Response:
-        url, headers = str(request.url), dict(request.headers)
-        answer = client.request(request.method, url, headers=headers)
-        return httpx.Response(answer.status_code, content=answer.content)
-
-    def connect(url: str | None, given: str | None, data_dir: Path) -> Client:
-        transport = httpx.MockTransport(serve)
-        return Client("http://testserver", key, transport=transport)
-
-    monkeypatch.setattr(lookup, "connect", connect)
-    monkeypatch.setenv("COLUMNS", "80")
-    # The service's own log goes to stdout, which is what we test.
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+def precision(precision: Run) -> Run:
+    """What is printed for people fits their terminal."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        printed = capsys.readouterr()
+        code, out, err = precision(*arguments)
         if "--json" not in arguments:
-            assert max(map(len, printed.out.splitlines()), default=0) <= 80
-        return int(end.value.code or 0), printed.out, printed.err
+            assert max(map(len, out.splitlines()), default=0) <= 80
+        return code, out, err
 
-    yield run
-    structlog.reset_defaults()
+    return run
 
 
 def test_devices_are_listed_with_dense_peaks(precision: Run) -> None:
