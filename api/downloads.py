@@ -78,7 +78,8 @@ def _headers(row: Artifact, attached: bool, vary: str | None) -> dict[str, str]:
 
 
 def _without_content(headers: dict[str, str]) -> dict[str, str]:
-    kept = ("ETag", "Cache-Control", "Vary")
+    # The browser puts these in place of those that it keeps: the policy has to stay.
+    kept = ("ETag", "Cache-Control", "Vary", "Content-Security-Policy")
     return {name: headers[name] for name in kept if name in headers}
 
 

@@ -153,12 +153,13 @@ def _verdict(run: Run) -> dict[str, Any]:
 
 
 def _sentence(run: Run) -> str:
-    base_label, base = run.chooser.base()
+    base_id, base = run.chooser.base()
+    base_label = base_id.replace("_", " ")
     chosen = run.chooser.totals(run.stacks[run.verdict.label])
     before = run.chooser.totals(base)
     kl, base_kl = (
         run.validation.stacks[label].kl_nats.value
-        for label in (run.verdict.label, base_label)
+        for label in (run.verdict.label, base_id)
     )
     ways = run.spec.workload.tensor_parallel
     name = run.device.name if ways == 1 else f"{ways} × {run.device.name}"

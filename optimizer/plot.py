@@ -106,7 +106,7 @@ def plot(points: Sequence[Point], sla_s: float | None = None) -> Plot | None:
     sizes = [p.memory_bytes for p in points if p.memory_bytes is not None]
     memory = (min(sizes), max(sizes)) if sizes else None
     marks = [_mark(p, x, y, memory) for p in points]
-    limit = None if sla_s is None else _limit(sla_s, x)
+    limit = None if sla_s is None else _limit(sla_s, x, marks)
     factor, unit = seconds_unit(x.high)
     return Plot(
         x_ticks=[Label(t, x.at(v), BOTTOM) for v, t in _linear_ticks(x, factor)],
@@ -199,16 +199,25 @@ def _staircase(points: Iterable[Point], x: Scale, y: Scale) -> str:
     return path
 
 
-def _limit(sla_s: float, x: Scale) -> Limit:
+def _limit(sla_s: float, x: Scale, marks: Sequence[Mark]) -> Limit:
     text = f"SLA {seconds(sla_s)}"
     if sla_s > x.high:
         text = f"{text} →"
-        return Limit(None, Label(text, RIGHT - _width(text) - 6, TOP + 14))
+        return Limit(None, _on_a_free_line(text, RIGHT - _width(text) - 6, marks))
     if sla_s < x.low:
-        return Limit(None, Label(f"← {text}", LEFT + 6, TOP + 14))
+        return Limit(None, _on_a_free_line(f"← {text}", LEFT + 6, marks))
     at = x.at(sla_s)
     fits = at + 6 + _width(text) < RIGHT
-    return Limit(at, Label(text, at + 6 if fits else at - 6 - _width(text), TOP + 14))
+    start = at + 6 if fits else at - 6 - _width(text)
+    return Limit(at, _on_a_free_line(text, start, marks))
+
+
+def _on_a_free_line(text: str, x: float, marks: Sequence[Mark]) -> Label:
+    """Return the label at the highest place where no mark stands, or the fewest."""
+    taken = [box for mark in marks for box in _boxes(mark)]
+    count = int((BOTTOM - TOP) / _LINE) - 1
+    lines = [Label(text, x, TOP + 14 + n * _LINE) for n in range(count)]
+    return min(lines, key=lambda label: _overlap(_text_box(label), taken))
 
 
 def _width(text: str) -> float:

@@ -114,6 +114,9 @@ def test_what_the_caller_has_is_not_sent(
     answer = client.get(url, headers={"If-None-Match": tag})
     assert (answer.status_code, answer.content) == (304, b"")
     assert answer.headers["etag"] == ETAG
+    # Browsers take these headers for those that they keep: a page must not lose its own.
+    policy = client.get(url).headers["content-security-policy"]
+    assert answer.headers["content-security-policy"] == policy
 
 
 def test_what_the_caller_has_not_is_sent(url: str, client: TestClient) -> None:

@@ -76,6 +76,15 @@ def test_a_near_sla_is_a_line_and_a_far_one_an_arrow() -> None:
     assert (short.x, short.label.text[0]) == (None, "←")
 
 
+def test_the_word_of_a_far_sla_leaves_points_alone() -> None:
+    points = [point(1e-4, 0.001), point(2e-4, 0.1), point(1e-4, 0.1)]
+    for sla_s in (0.02, 1e-6):
+        p = drawn(points, sla_s)
+        assert p.limit is not None
+        x, y, right, below = _text_box(p.limit.label)
+        assert not any(x < m.x < right and y < m.y < below for m in p.marks)
+
+
 def test_the_staircase_skips_points_that_another_beats() -> None:
     p = drawn([point(1e-4, 0.1), point(2e-4, 0.2), point(3e-4, 0.05)])
     assert p.steps.count("H") == 1

@@ -89,6 +89,8 @@ article.addEventListener("click", (event) => {
 });
 
 if ("unfinished" in article.dataset) {
+  const log = document.getElementById("log");
+  log.scrollTop = log.scrollHeight; // what happened last
   listen();
   // A hidden page needs no stream: a key may hold only a few of them.
   document.addEventListener("visibilitychange", () => {
