@@ -20,6 +20,7 @@ from optimizer.quantize import IEEE_DTYPES, fake_quantize
 
 LOWEST, HIGHEST = -127, 127  # -127: float32's subnormals, all below 2^-126
 BINS = HIGHEST - LOWEST + 1
+PART = 1 << 15  # elements looked at together: in the cache, and in the calling thread
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -149,8 +150,19 @@ SeenBy = dict[str, dict[str, Seen]]
 
 def look(x: Tensor, formats: Mapping[str, tuple[Format, Tensor]]) -> Seen:
     """Return what lies in x, and what each format under its scale makes of it."""
-    x = x.detach().float().reshape(-1)
-    finite = x[x.isfinite()] if not _all_finite(x) else x
+    seen = Seen(taken={name: Taken() for name in formats})
+    for part in x.detach().reshape(-1).split(PART):
+        if len(part):  # an expert may have got no tokens
+            seen.merge(_look(part.float(), formats))
+    return seen
+
+
+def _look(x: Tensor, formats: Mapping[str, tuple[Format, Tensor]]) -> Seen:
+    """Look at a part of a tensor: (elements,) float32, at least one."""
+    largest = _largest(x)
+    finite = x if math.isfinite(largest) else x[x.isfinite()]
+    if finite is not x:
+        largest = _largest(finite) if len(finite) else 0.0
     nan = int(x.isnan().sum()) if len(finite) < len(x) else 0
     nonzero = int(finite.count_nonzero())
     seen = Seen(
@@ -159,16 +171,23 @@ def look(x: Tensor, formats: Mapping[str, tuple[Format, Tensor]]) -> Seen:
         zeros=len(finite) - nonzero,
         infinite=len(x) - len(finite) - nan,
         nan=nan,
-        amax=float(finite.abs().max()) if len(finite) else 0.0,
-        squares=float(finite.double().square().sum()),
+        amax=largest,
+        squares=_squares(finite),
     )
     for name, (fmt, scale) in formats.items():
-        seen.taken[name] = _taken(finite, fmt, scale, seen.zeros)
+        seen.taken[name] = _taken(finite, fmt, scale, seen)
     return seen
 
 
-def _all_finite(x: Tensor) -> bool:
-    return bool((x * 0).sum() == 0)  # one pass; inf and NaN make NaN
+def _largest(x: Tensor) -> float:
+    """Return the largest |x|; inf or NaN where there is one."""
+    low, high = torch.aminmax(x)
+    return float(torch.maximum(-low, high))
+
+
+def _squares(x: Tensor) -> float:
+    """Return the sum of squares, added up in float64."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64).square())
 
 
 def _exponents(x: Tensor) -> list[int]:
@@ -180,11 +199,22 @@ def _exponents(x: Tensor) -> list[int]:
     return found
 
 
-def _taken(x: Tensor, fmt: Format, scale: Tensor, zeros: int) -> Taken:
+def _taken(x: Tensor, fmt: Format, scale: Tensor, seen: Seen) -> Taken:
     if not len(x):
         return Taken()
     near = rounded(x, scale, fmt)
     after = len(near) - int(near.count_nonzero())
-    over = int(((x / scale).double().abs() >= overflow_limit(fmt)).sum())
-    noise = float((near - x).double().square().sum())
-    return Taken(flushed=after - zeros, over=over, zeros=after, noise=noise)
+    return Taken(
+        flushed=after - seen.zeros,
+        over=_over(x, fmt, scale, seen.amax),
+        zeros=after,
+        noise=_squares(near - x),
+    )
+
+
+def _over(x: Tensor, fmt: Format, scale: Tensor, largest: float) -> int:
+    """Count what rounds beyond the format; nothing does where the largest does not."""
+    limit = overflow_limit(fmt)
+    if float(torch.tensor(largest, dtype=x.dtype) / scale.cpu()) < limit:
+        return 0
+    return int(((x / scale).double().abs() >= limit).sum())

@@ -135,6 +135,12 @@ class Recorder:
 
 
 def _finite_amax(x: Tensor) -> Tensor:
+    if not x.numel():
+        return torch.zeros((), device=x.device)
+    low, high = torch.aminmax(x.detach())
+    largest = torch.maximum(-low, high).float()  # NaN where there is one
+    if bool(largest.isfinite()):
+        return amax(largest[None], Granularity.TENSOR)
     finite = x.detach().float().nan_to_num(0.0, 0.0, 0.0)
     return amax(finite, Granularity.TENSOR)
 

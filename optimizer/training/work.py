@@ -28,7 +28,7 @@ from optimizer.training.spec import TrainingSpec
 from optimizer.training.train_data import Batches, batches
 from optimizer.training.trainer import Figures, NextToken, Problem, Run, Told
 
-NUMERICS = 1  # raised by whoever changes what a run gives: kept ones are void
+NUMERICS = 2  # raised by whoever changes what a run gives: kept ones are void
 SEGMENTS = 4  # of a run that can go on from what was kept
 KEPT_BYTES = 16 << 20  # of weights and optimizer state that are kept of a run
 STATE_BYTES = 12  # of a parameter in fp32 under Adam, gradients left out
@@ -109,20 +109,22 @@ class TrainingWork:
         for segment in range(self.segments):
             wanted = [self._piece(candidate, o, segment) for candidate, o in asked]
             share = len(wanted) * self.how.steps // self.segments
-            self._before = segment * share
-            results = self.pieces.run(wanted, self.compute, self._outside(len(wanted)))
+            self._before = self._there = segment * share
+            self._planned = len(wanted) * self.how.steps
+            results = self.pieces.run(wanted, self.compute, self._outside())
         return [figures(result["figures"]) for result in results]
 
-    def _outside(self, count: int) -> Told:
+    def _outside(self) -> Told:
         """Hear of whole pieces: of a run, each is as many steps as the others."""
         each = self.how.steps // self.segments
 
         def outside(there: int, planned: int) -> None:
-            self.told(self._before + there * each, count * self.how.steps)
+            self._there = self._before + there * each
+            self.told(self._there, self._planned)
 
         return outside
 
-    _before = 0
+    _before = _there = _planned = 0  # steps: before this segment, by now, in all
 
     @cached_property
     def segments(self) -> int:
@@ -154,7 +156,13 @@ class TrainingWork:
         order, segment = piece.payload["order"], piece.payload["segment"]
         run = self._at(candidate, order, segment)
         until = self.how.steps * (segment + 1) // self.segments
-        run.run(until, lambda done, planned: self.on_step())
+        first = run.done
+
+        def stepped(done: int, planned: int) -> None:
+            self.told(self._there + done - first, self._planned)
+            self.on_step()
+
+        run.run(until, stepped)
         last = segment == self.segments - 1
         self._live = None if last else (piece.key, run)
         return {

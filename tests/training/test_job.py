@@ -170,6 +170,18 @@ def test_what_was_run_is_not_run_again(folder: Path) -> None:
     assert len(steps) == TINY["steps"]
 
 
+def test_a_run_that_is_one_piece_tells_every_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimizer.training.work.KEPT_BYTES", 0)  # a large model's
+    told: list[tuple[int, int]] = []
+    work = TrainingWork(asked(folder), Memory(), lambda *steps: told.append(steps))
+    work([(BASELINE, 0), (BASELINE, 1)])
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {done for done, _ in told} == set(range(2 * TINY["steps"] + 1))
+    assert {planned for _, planned in told} == {2 * TINY["steps"]}
+
+
 def test_a_cancelled_job_stops_at_the_next_step(folder: Path) -> None:
     def stop(phase: str, fraction: float, detail: str) -> None:
         if phase == "calibrate" and fraction > 0:
