@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optimizer.plot import Scale
 from optimizer.units import nats, seconds, seconds_unit, share, significant
 
 WIDTH, HEIGHT = 640.0, 340.0
@@ -70,27 +71,6 @@ class Plot:
     unit: str
     limit_x: float | None  # where the target lies, if it is in sight
     said: str
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Maps values to the drawing; `log` in powers of ten."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        """Return the coordinate of a value; what lies outside goes to the edge."""
-        value = min(max(value, self.low), self.high)
-        low, high = self.low, self.high
-        if self.log:
-            value, low, high = math.log10(value), math.log10(low), math.log10(high)
-        return round(
-            self.start + (value - low) / (high - low) * (self.end - self.start), 1
-        )
 
 
 def drawn(name: str, front: Sequence[Json], chosen: Json) -> Drawn:

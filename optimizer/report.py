@@ -12,19 +12,19 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from typing import Any
 
-from jinja2 import (
-    ChainableUndefined,
-    Environment,
-    FunctionLoader,
-    Template,
-    Undefined,
-)
+from jinja2 import Environment, Template
 from markupsafe import Markup
 
-from optimizer import plot, report_beyond, report_sites, report_statistics, units
+from optimizer import (
+    plot,
+    report_beyond,
+    report_sites,
+    report_statistics,
+    report_template,
+    units,
+)
 from optimizer.report_exported import exported
 from optimizer.report_script import policy, script
 from optimizer.report_sites import Json, in_order, letter, tally
@@ -65,7 +65,9 @@ def front_svg(shown: Json) -> str | None:
     if shown["plot"] is None:
         return None
     template = _environment().get_template("report_front.svg.j2")
-    drawn = template.render({**shown, "alone": _read("report_front.css")})
+    drawn = template.render(
+        {**shown, "alone": report_template.read("report_front.css")}
+    )
     return str(drawn)
 
 
@@ -75,16 +77,7 @@ def _template() -> Template:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=FunctionLoader(_read),
-        autoescape=True,
-        undefined=ChainableUndefined,
-        finalize=_or_missing,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    for name in ("nats", "seconds", "size", "share", "count", "significant", "bounds"):
-        environment.filters[name] = getattr(units, name)
+    environment = report_template.environment()
     environment.filters["letter"] = letter
     environment.globals.update(
         change=units.change,
@@ -94,16 +87,6 @@ def _environment() -> Environment:
         geometry=plot,
     )
     return environment
-
-
-def _read(name: str) -> str:
-    return resources.files("optimizer").joinpath("data", name).read_text("utf-8")
-
-
-def _or_missing(value: object) -> object:
-    if value is None or isinstance(value, Undefined):
-        return units.MISSING
-    return units.significant(value) if value in (math.inf, -math.inf) else value
 
 
 def view(document: Json) -> Json:

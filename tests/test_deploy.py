@@ -79,16 +79,18 @@ def test_every_alert_has_a_place_in_the_run_book() -> None:
             assert rule["labels"]["severity"] in {"page", "ticket"}
 
 
-def test_panels_do_not_overlap_and_have_their_own_ids() -> None:
+@pytest.mark.parametrize("file", sorted((DEPLOY / "grafana").glob("*.json")))
+def test_panels_do_not_overlap_and_have_their_own_ids(file: Path) -> None:
+    panels = json.loads(file.read_text())["panels"]
     cells: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
+    for panel in panels:
         at = panel["gridPos"]
         columns = range(at["x"], at["x"] + at["w"])
         mine = {(x, y) for x in columns for y in range(at["y"], at["y"] + at["h"])}
         assert not mine & cells, panel["title"]
         assert max(columns) < 24
         cells |= mine
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    ids = [panel["id"] for panel in panels]
     assert len(set(ids)) == len(ids)
 
 

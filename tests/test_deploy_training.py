@@ -151,16 +151,3 @@ def test_prometheus_is_told_to_read_both_files() -> None:
     told = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     assert told["rule_files"] == ["rules.yml", "training.yml"]
     assert {job["job_name"] for job in told["scrape_configs"]} >= {"precision-training"}
-
-
-def test_panels_do_not_overlap_and_have_their_own_ids() -> None:
-    cells: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        at = panel["gridPos"]
-        columns = range(at["x"], at["x"] + at["w"])
-        mine = {(x, y) for x in columns for y in range(at["y"], at["y"] + at["h"])}
-        assert not mine & cells, panel["title"]
-        assert max(columns) < 24
-        cells |= mine
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(ids)) == len(ids)

@@ -5,12 +5,11 @@ Same document, same bytes. Any field may be missing and is then shown as "—".
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import resources
 from typing import Any
 
-from jinja2 import ChainableUndefined, Environment, FunctionLoader, Template, Undefined
+from jinja2 import Template
 
-from optimizer import units
+from optimizer import report_template
 from optimizer.report_text import clean
 from optimizer.training import curves
 
@@ -34,26 +33,9 @@ def render_html(document: Mapping[str, Any]) -> str:
 
 @cache
 def _template() -> Template:
-    environment = Environment(
-        loader=FunctionLoader(_read),
-        autoescape=True,
-        undefined=ChainableUndefined,
-        finalize=_or_missing,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    for name in ("seconds", "size", "share", "count", "significant"):
-        environment.filters[name] = getattr(units, name)
+    environment = report_template.environment()
     environment.globals.update(geometry=curves)
     return environment.get_template("training_report.html.j2")
-
-
-def _read(name: str) -> str:
-    return resources.files("optimizer").joinpath("data", name).read_text("utf-8")
-
-
-def _or_missing(value: object) -> object:
-    return units.MISSING if value is None or isinstance(value, Undefined) else value
 
 
 def view(document: Mapping[str, Any]) -> Json:
