@@ -137,26 +137,11 @@ def site_cost(
     """
     known = tables or kernels.tables(device.id)
     alike = replace(shape, site=Site(0, shape.site.component))  # whichever the layer
-    return _site_cost(alike, choice, device, workload, frame(model), known)
-
-
-def decoded(
-    shape: SiteShape,
-    choice: Choice,
-    device: Device,
-    workload: Workload,
-    model: ModelShape,
-    *,
-    tables: Tables | None = None,
-) -> Timed:
-    """Return the seconds of a decode step alone, as `site_cost` has them."""
-    known = tables or kernels.tables(device.id)
-    alike = replace(shape, site=Site(0, shape.site.component))
-    return _decoded(alike, choice, device, workload, frame(model), known)
+    return cost_within(alike, choice, device, workload, frame(model), known)
 
 
 @lru_cache(maxsize=1 << 15)
-def _site_cost(
+def cost_within(
     shape: SiteShape,
     choice: Choice,
     device: Device,
@@ -164,9 +149,13 @@ def _site_cost(
     within: Frame,
     tables: Tables | None,
 ) -> SiteCost:
+    """Return `site_cost` of a site whose layer is 0, in the frame of its model.
+
+    `tables` None: nothing is known of the device's kernels.
+    """
     prefill = replace(steps(workload)[0], every_row=within.every_row)
     first = _on(prefill, shape, choice, device, workload, within, tables)
-    each = _decoded(shape, choice, device, workload, within, tables)
+    each = decoded(shape, choice, device, workload, within, tables)
     row = shape.k or within.hidden
     return SiteCost(
         per_token_s=each.seconds,
@@ -181,7 +170,7 @@ def _site_cost(
 
 
 @lru_cache(maxsize=1 << 15)
-def _decoded(
+def decoded(
     shape: SiteShape,
     choice: Choice,
     device: Device,
@@ -189,9 +178,12 @@ def _decoded(
     within: Frame,
     tables: Tables | None,
 ) -> Timed:
-    _, decode = steps(workload)
+    """Return the seconds of a decode step alone, as `cost_within` has them."""
     if shape.site.component not in ATTENTION:
-        decode = decode[:1]  # its time does not depend on the context
+        # Its time does not depend on the context: it is remembered for all of them.
+        any_context = Step(workload.batch_size, 1, 1)
+        return _on(any_context, shape, choice, device, workload, within, tables)
+    _, decode = steps(workload)
     return _mean(
         [_on(s, shape, choice, device, workload, within, tables) for s in decode]
     )

@@ -8,6 +8,7 @@ No weights are read: quality is what a job measures.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 
 from optimizer.errors import HardwareError
@@ -122,8 +123,7 @@ def estimate(ask: Ask) -> Estimate:
 
     Raises HardwareError where devices cannot be joined, or run no format at all.
     """
-    stacks = uniforms(ask.model, ask.device, ask.engine, ask.formats)
-    running = [_Running(u, kinds(ask.model, u.stack)) for u in stacks if u.stack]
+    stacks, running = _stacks(ask.model, ask.device, ask.engine, ask.formats)
     if not running:
         why = "; ".join(f"{u.name}: {u.refused}" for u in stacks)
         raise HardwareError(f"{ask.device.name} runs no uniform stack: {why}")
@@ -148,6 +148,16 @@ class _Running:
 
     uniform: Uniform
     kinds: Kinds
+
+
+@lru_cache(maxsize=64)  # a request differs from the one before in its workload
+def _stacks(
+    model: ModelShape, device: Device, engine: str, formats: tuple[str, ...]
+) -> tuple[tuple[Uniform, ...], tuple[_Running, ...]]:
+    """Return the uniform stacks, and those of them that the device runs."""
+    stacks = uniforms(model, device, engine, formats)
+    running = (_Running(u, kinds(model, u.stack)) for u in stacks if u.stack)
+    return stacks, tuple(running)
 
 
 def _priced(running: _Running, ask: Ask) -> Priced:

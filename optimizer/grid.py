@@ -60,11 +60,13 @@ class Grid:
             slice(None) if i == axis else s[0][0] for i, s in enumerate(spans)
         )
         line = self.seconds[index]
-        known = np.flatnonzero(~np.isnan(line))
-        span = _span([self.axes[axis][i] for i in known], x)
-        if not span:
-            return None
-        total = sum(w * float(line[known[i]]) for i, w in span)
+        total = sum(w * float(line[i]) for i, w in spans[axis])
+        if math.isnan(total):
+            known = np.flatnonzero(~np.isnan(line))
+            span = _span([self.axes[axis][i] for i in known], x)
+            if not span:
+                return None
+            total = sum(w * float(line[known[i]]) for i, w in span)
         return _reading(total, self.errors[axis])
 
     def leave_one_out(self, axis: int) -> NDArray[np.float64]:

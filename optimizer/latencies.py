@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from optimizer.cost import decoded, site_cost
+from optimizer import kernels
+from optimizer.cost import cost_within, decoded
 from optimizer.hardware import Device
 from optimizer.kernels import Basis, Tables
 from optimizer.ledger import Kinds
+from optimizer.roofline import frame
 from optimizer.spec import Workload
 from optimizer.stack import ModelShape
 
@@ -49,8 +51,9 @@ def latency(
     tables: Tables | None = None,
 ) -> Latency:
     """Return what `stack_cost` returns. Raises HardwareError as `site_cost` does."""
+    asked = device, workload, frame(model), tables or kernels.tables(device.id)
     found = [
-        (count, site_cost(shape, choice, device, workload, model, tables=tables))
+        (count, cost_within(shape, choice, *asked))
         for (shape, choice), count in alike.items()
     ]
     return Latency(
@@ -67,8 +70,9 @@ def per_token_s(
     tables: Tables | None = None,
 ) -> float:
     """Return the seconds of a decode step alone: half of the work of `latency`."""
+    asked = device, workload, frame(model), tables or kernels.tables(device.id)
     return math.fsum(
-        count * decoded(shape, choice, device, workload, model, tables=tables).seconds
+        count * decoded(shape, choice, *asked).seconds
         for (shape, choice), count in alike.items()
     )
 

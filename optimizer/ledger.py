@@ -102,11 +102,16 @@ class Served:
         )
         return math.ceil(sum(held))
 
-    def working_bytes(self, workload: Workload) -> int:
+    def working_bytes(self, batch: int, prompt: int) -> int:
         """Return the bytes of activations at the widest point of a pass."""
-        tokens = min(workload.batch_size * workload.prompt_tokens, CHUNK_TOKENS)
-        rows = tokens if self.every_row else workload.batch_size
+        tokens = min(batch * prompt, CHUNK_TOKENS)
+        rows = tokens if self.every_row else batch
         return math.ceil(tokens * self.chunk_bytes) + rows * self.logit_bytes
+
+    def total_bytes(self, batch: int, prompt: int, output: int) -> int:
+        """Return the sum of the ledger's rows, every sequence at its end."""
+        cache = batch * self.cache_bytes(prompt + output)
+        return self.weight_bytes + cache + self.working_bytes(batch, prompt)
 
     def ledger(self, workload: Workload) -> Ledger:
         """Return the rows of a workload, every sequence at its end."""
@@ -122,7 +127,7 @@ class Served:
                 ),
                 Entry(
                     "activations",
-                    self.working_bytes(workload),
+                    self.working_bytes(batch, workload.prompt_tokens),
                     "hidden states, input and output of the widest matrix, of "
                     f"{CHUNK_TOKENS} tokens at most; logits of "
                     + ("each" if self.every_row else "one row of a sequence"),
@@ -133,9 +138,10 @@ class Served:
 
     def largest_batch(self, workload: Workload, room: int) -> int:
         """Return the most sequences of this length that `room` bytes hold; 0: none."""
+        prompt, out = workload.prompt_tokens, workload.output_tokens
 
         def needed(batch: int) -> int:
-            return self.ledger(replace(workload, batch_size=batch)).total_bytes
+            return self.total_bytes(batch, prompt, out)
 
         return _largest(needed, room, MOST)
 
@@ -144,11 +150,10 @@ class Served:
 
         0: not even the output fits. `limit` is the model's own; 0: it has none.
         """
-        out = workload.output_tokens
+        batch, out = workload.batch_size, workload.output_tokens
 
         def needed(prompt: int) -> int:
-            asked = replace(workload, prompt_tokens=prompt)
-            return self.ledger(asked).total_bytes
+            return self.total_bytes(batch, prompt, out)
 
         prompt = _largest(needed, room, max(0, (limit or MOST) - out))
         return prompt + out if prompt else 0

@@ -12,6 +12,7 @@ No figure is under the physical limit, `roofline.least_s`.
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from types import MappingProxyType
 
@@ -80,6 +81,7 @@ class Timed:
     error: float
 
 
+@lru_cache(maxsize=1 << 15)
 def timed(
     shape: SiteShape,
     choice: Choice,
@@ -231,14 +233,35 @@ def _attention(case: _Case) -> Timed:
 
     The cache's format decides the kernel; products in FP8 were not measured.
     """
-    wide = _kernel(case, "bf16", "bf16")
-    ratio = wide.seconds / _kernel_s(case, "bf16") if wide else 1.0
+    shape = case.shape
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.window)
+    wide, ratio = _wide(sizes, case.device, case.step, case.within, case.tables)
     if case.shape.site.component is Component.KV_CACHE:
         return _cache(case, ratio)
     seconds = ratio * case.modelled_s()
     if wide is None or case.choice.name not in _AS_BF16:
         return Timed(seconds, Basis.ROOFLINE, _attention_error(case))
     return replace(wide, seconds=seconds)
+
+
+@lru_cache(maxsize=1 << 14)  # three sites, whatever they choose, are one kernel
+def _wide(
+    sizes: tuple[int, int, int, int | None],
+    device: Device,
+    step: Step,
+    within: Frame,
+    tables: Tables | None,
+) -> tuple[Timed | None, float]:
+    """Return the kernel's time in 16 bits, and how far from the model it is; None: 1."""
+    heads, kv_heads, head_dim, window = sizes
+    site = Site(0, Component.KV_CACHE)
+    shape = SiteShape(
+        site, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window
+    )
+    choice = choice_named(Component.KV_CACHE, "bf16")
+    case = _Case(shape, choice, device, step, within, tables)
+    found = _kernel(case, "bf16", "bf16")
+    return found, found.seconds / _kernel_s(case, "bf16") if found else 1.0
 
 
 def _cache(case: _Case, ratio: float) -> Timed:

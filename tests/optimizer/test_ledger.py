@@ -142,10 +142,9 @@ def test_activations_stop_growing_with_the_chunk() -> None:
     # Widest: gate and up, 3584 in and 2·18944 out, beside the stream; bf16.
     model = PUBLISHED["qwen2-7b"].shape
     held = serve(model, stack_of(model))
-    long = Workload(1, 131_072, 1)
     token = 2 * (3584 + 3584 + 2 * 18_944)
-    assert held.working_bytes(long) == CHUNK_TOKENS * token + 4 * 152_064
-    assert held.working_bytes(Workload(1, 10, 1)) == 10 * token + 4 * 152_064
+    assert held.working_bytes(1, 131_072) == CHUNK_TOKENS * token + 4 * 152_064
+    assert held.working_bytes(1, 10) == 10 * token + 4 * 152_064
 
 
 @given(
