@@ -53,7 +53,10 @@ format: install ## Format, and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-gpu-check: install ## Time FP8 on the GPU at hand beside the model, in minutes; 77: there is none
+# Without a GPU it prints one line and leaves with 77, which make reports ("Error 77") and
+# turns into a 2 of its own, as it does with every failure. For the code itself call
+# `.venv/bin/python -m tests.gpu.check`.
+gpu-check: install ## Time FP8 on the GPU at hand beside the model, in minutes; Error 77: there is none
 	@$(BIN)/python -m tests.gpu.check --out $(DATA_DIR)/gpu-check.json
 
 bench: install ## List the benchmarks; `make bench NAME=sweep` runs one

@@ -2,7 +2,8 @@
 
 Prints one row for each matrix of Qwen2-7B at several numbers of tokens, and writes the
 times as a profile (`kernels.from_profile`). A GPU with FP8 units takes a few minutes.
-Without one it says so in a line and leaves with 77, as a test that was skipped does.
+Without one it says so in a line and leaves with 77, as a test that was skipped does;
+make says "Error 77" and leaves with 2, so `python -m tests.gpu.check` is for programs.
 
 FP8 is the whole layer: the pass that finds a scale for each token, and the product.
 Errors are of the first 4096 outputs, ‖y - y64‖ / ‖y64‖ against float64 products of the

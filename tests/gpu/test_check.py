@@ -1,5 +1,7 @@
 import json
 import math
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from optimizer.spec import Workload
 from optimizer.stack import Component, ModelShape, Site, SiteShape
 from tests.gpu import check
 
+ROOT = Path(__file__).parents[2]
 EMULATED = Bench(torch.device("cpu"), 1 << 10, ("bf16", "fp8"))
 FFN = SiteShape(Site(0, Component.FFN_IN), 64, 32, 64 * 32, parts=(64,))
 MODEL = ModelShape("one", 1, 32, 97, 64, 2048, 4096, False, (FFN,))
@@ -27,6 +30,20 @@ def test_without_a_gpu_it_says_so_in_one_line(
     assert check.main([]) == 77
     said = capsys.readouterr().out.splitlines()
     assert said == ["gpu-check: no CUDA device here, nothing was measured"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_make_says_it_in_one_line_and_names_the_code() -> None:
+    # `-o`: what is installed is not looked at. GNU make leaves with 2 whatever failed.
+    asked = ["make", "-o", "install", "gpu-check"]
+    alone = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    done = subprocess.run(
+        asked, cwd=ROOT, env=alone, capture_output=True, text=True, check=False
+    )
+    said = "gpu-check: no CUDA device here, nothing was measured"
+    assert done.stdout.splitlines() == [said]
+    assert done.stderr.rstrip().endswith("Error 77")
+    assert done.returncode == 2
 
 
 @pytest.fixture
