@@ -83,7 +83,7 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
         catalog.require_sequences(model, longest, place)
     else:
         catalog.require_sequences(model, data.sequence_tokens, "/data_distribution")
-    _require_split_of(model, named)
+    _require_served(model, named)
     file = named.stack
     if file is not None:
         stack_requests.require(file, model, named.hardware, named.engine)
@@ -193,18 +193,23 @@ def _workload(body: WorkloadBody, task: str) -> Workload:
     return replace(usual, **body.model_dump(exclude_none=True))
 
 
-def _require_split_of(model: catalog.Weights, named: Named) -> None:
-    """Do as `require_split` by the model's config, as far as it says its sizes."""
+def _require_served(model: catalog.Weights, named: Named) -> None:
+    """Raise Invalid where the config says that an engine, or devices, do not serve it."""
+    from optimizer.as_exported import require_class
     from optimizer.configs import shape_of
     from optimizer.folder import read_json
 
-    if named.workload.tensor_parallel == 1:
+    if named.workload.tensor_parallel == 1 and named.engine != "vllm":
         return
     try:
         shape = shape_of(read_json(model.path, "config.json", MAX_CONFIG_BYTES))
     except ModelError:
         return  # the worker reads the network itself, and refuses by the same rule
     require_split(shape, named)
+    try:
+        require_class(shape.architecture, named.engine, named.exports)
+    except HardwareError as error:
+        raise Invalid("/engine", str(error), error.code) from None
 
 
 def require_split(shape: ModelShape, named: Named) -> None:

@@ -125,12 +125,15 @@ def run_writes(
 ) -> Result:
     """Return the greedy continuations {"ids"} of a stack; `rounded` None: the reference's.
 
-    "ids" is None where the model is streamed: each token would read all of it.
+    "ids" is None where the model is streamed: each token would read all of it. None is
+    written beyond the model's context: learned positions end there.
     """
-    if not model.residency.whole:
+    longest = model.shape.max_context or LONG_TOKENS
+    tokens = min(NEW_TOKENS, longest - starts.shape[1])
+    if not model.residency.whole or tokens < 1:
         return {"ids": None}
     executor = Reference() if rounded is None else Stacked(*rounded)
-    return {"ids": continued(model, starts, executor, NEW_TOKENS, progress)}
+    return {"ids": continued(model, starts, executor, tokens, progress)}
 
 
 def beyond_pieces(

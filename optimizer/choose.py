@@ -156,7 +156,7 @@ class Chooser:
     max_bytes: int  # of weights and KV cache
     casts: Casts = NO_CASTS
     surrogate: Surrogate = IDENTITY  # what measured stacks taught
-    alike: frozenset[Component] = frozenset()  # one choice for all sites of these
+    as_one: tuple[tuple[Site, ...], ...] = ()  # sites that an engine gives one choice
     searched: Callable[[Question], Answer] = kept_front.answer  # may read a kept one
     groups: tuple[Group, ...] = field(init=False)
     edges: tuple[Edge, ...] = field(init=False)
@@ -173,12 +173,10 @@ class Chooser:
         joint = self.model.tied_embeddings and len(ends) == len(TIED_COMPONENTS)
         if joint:  # whether they share their bytes depends on both
             yield self._group(tuple(sorted(ends)))
-        for component in sorted(self.alike):
-            every = tuple(s for s in sorted(self.table) if s.component is component)
-            if every:
-                yield self._alike(every)
+        bound = {site for some in self.as_one for site in some}
+        yield from map(self._alike, self.as_one)
         for site in sorted(self.table):
-            if not (joint and site in ends) and site.component not in self.alike:
+            if not (joint and site in ends) and site not in bound:
                 yield self._group((site,))
 
     def _edges(self) -> Iterator[Edge]:
@@ -209,7 +207,7 @@ class Chooser:
         )
 
     def _alike(self, sites: tuple[Site, ...]) -> Group:
-        """Return the options of sites that an engine sets with one switch."""
+        """Return the options of sites that an engine gives one choice."""
         rows = [{r.choice: r for r in self.table[s] if not r.refused} for s in sites]
         shared = [c for c in rows[0] if all(c in some for some in rows)]
         return Group(

@@ -25,7 +25,7 @@ from optimizer.experts import ExpertTokens, rare
 from optimizer.hardware import Device
 from optimizer.kernels import Tables
 from optimizer.ledger import kinds, served
-from optimizer.local_run import Measured
+from optimizer.local_run import SERVED, Measured
 from optimizer.model import LoadedModel
 from optimizer.one_pass import generates
 from optimizer.recode import Gain
@@ -174,8 +174,17 @@ def _sentence(run: Run) -> str:
         f"{base_label}: {seconds(before.per_token_s)}), holds "
         f"{chosen.weight_bytes / 1e6:.4g} MB of weights "
         f"({base_label}: {before.weight_bytes / 1e6:.4g} MB) and loses "
-        f"{kl:.3g} nats of KL on held-out data ({base_label}: {base_kl:.3g})."
+        f"{kl:.3g} nats of KL on held-out data ({base_label}: {base_kl:.3g}).{_engine_said(run)}"
     )
+
+
+def _engine_said(run: Run) -> str:
+    """Return what an engine took for the exported stack; "": none served it."""
+    under = run.runs.get(SERVED)
+    if under is None:
+        return ""
+    taken = seconds(under.per_token_s)
+    return f" {under.engine} {under.version} takes {taken} per token with its export."
 
 
 def _model(run: Run) -> dict[str, Any]:

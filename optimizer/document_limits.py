@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from optimizer.experts import rare
+from optimizer.local_run import SERVED
 from optimizer.on_device import executed_as
 from optimizer.one_pass import generates
 from optimizer.reasons import growing
+from optimizer.units import seconds
 
 if TYPE_CHECKING:
     from optimizer.document import Run
@@ -51,6 +53,14 @@ def limits(run: "Run") -> list[str]:
             "Latency adds up what sites took on the worker; stacks that were run there "
             "end to end have their own figures."
         )
+    if (served := run.runs.get(SERVED)) is not None:
+        first = served.first_token_s
+        also = "" if first is None else f" and {seconds(first)} to the first"
+        said.append(
+            f"{served.engine} {served.version} served the exported stack on the worker: "
+            f"{seconds(served.per_token_s)} per token{also}. The front's seconds are "
+            "torch's, which ran every stack."
+        )
     return said
 
 
@@ -82,7 +92,22 @@ def warnings(run: "Run") -> list[str]:
     places = run.evidence.statistics.places
     said += growing(places, context, run.spec.sequence_tokens)
     said += _loops(run.looked.generation)
-    return said
+    return said + _served(run)
+
+
+def _served(run: "Run") -> list[str]:
+    """Say where the engine did not serve the export, or not within the target."""
+    checkpoint = (run.exported or {}).get("checkpoint") or {}
+    found = checkpoint.get("served_seconds", {})
+    if "error" in found:
+        return [f"the exported stack was not served here: {found['error']}"]
+    target, taken = run.spec.latency_sla.per_token_s, found.get("per_token_s")
+    if target is None or taken is None or taken <= target:
+        return []
+    return [
+        f"{found['engine']} {found['version']} took {seconds(taken)} per token with the "
+        f"exported stack, and the target is {seconds(target)}"
+    ]
 
 
 def _loops(generation: Mapping[str, Any] | None) -> list[str]:

@@ -174,15 +174,20 @@ def _base(stack: Stack) -> str:
     return "fp16" if "fp16" in named else "bf16"
 
 
+def refusal(shape: SiteShape, choice: Choice, model: ModelShape) -> str | None:
+    """Say why a matrix cannot be stored as it was measured; None: it can, or is none."""
+    if shape.site.component not in MATRICES:
+        return None
+    return next(_refusals(shape, choice, model), None)
+
+
 def _refuse(shape: SiteShape, choice: Choice, model: ModelShape) -> None:
-    """Raise where a matrix cannot be stored as it was measured."""
-    if shape.site.component in MATRICES:
-        why = next(_refusals(shape, choice, model), None)
-        if why is not None:
-            raise ExportError(
-                f"{shape.site} is {choice.name}, and a checkpoint for vLLM cannot have "
-                f"that: {why}"
-            )
+    why = refusal(shape, choice, model)
+    if why is not None:
+        raise ExportError(
+            f"{shape.site} is {choice.name}, and a checkpoint for vLLM cannot have "
+            f"that: {why}"
+        )
 
 
 def _refusals(shape: SiteShape, choice: Choice, model: ModelShape) -> Iterator[str]:
@@ -192,6 +197,7 @@ def _refusals(shape: SiteShape, choice: Choice, model: ModelShape) -> Iterator[s
         return
     if choice.name not in SCHEMES:
         yield f"only {', '.join(SCHEMES)} are written"
+        return
     if to := padding(shape, choice):
         yield (
             f"it was measured padded from {to.n}×{to.k} to {to.padded_n}×{to.padded_k}, "

@@ -35,6 +35,7 @@ from optimizer.stack import (
 
 ENGINE = "torch"
 CHOSEN = "chosen"  # the label of the answer
+SERVED = "chosen_served"  # the same, exported and under its engine
 ROUNDS = 3
 STEPS = 4  # of decode, in one turn
 LIMIT_S = 3.0  # for each stack, of all turns but the first, and again of all prefills

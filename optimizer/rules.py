@@ -60,6 +60,10 @@ class _Question:
         return narrow and self.component in LINEAR
 
     @property
+    def is_matrix(self) -> bool:
+        return self.component in (*LINEAR, Component.ROUTER)
+
+    @property
     def is_attention(self) -> bool:
         return self.component in (Component.ATTN_SCORES, Component.ATTN_VALUES)
 
@@ -105,7 +109,7 @@ def _kept(q: _Question) -> str | None:
 
 
 def _fp32(q: _Question) -> str | None:
-    multiplies = q.component in (*LINEAR, Component.ROUTER) or q.is_attention
+    multiplies = q.is_matrix or q.is_attention
     if q.choice.name == "fp32" and multiplies and not q.device.multiplies("fp32"):
         return f"no fp32 matmul rate is known for {q.device.name}"
     return None
@@ -219,6 +223,8 @@ def _vllm(q: _Question) -> str | None:
         return "vLLM refuses an e5m2 cache beside FP8 weights, and gives it no scales"
     if q.component is Component.KV_CACHE:
         return None
+    if q.choice.name == "fp32" and q.is_matrix and q.device.base16:
+        return "vLLM multiplies in one 16-bit format beside FP8"
     if Granularity.MX in q.granularities:
         return f"no vLLM kernel for dense layers is known to take {q.choice.name}"
     if q.narrow == "int8" and q.device.compute_capability in _NO_INT8_IN_VLLM:
@@ -301,8 +307,9 @@ def refusals(
 ) -> dict[Choice, str | None]:
     """Say for every choice of the site's component why it is refused; None: allowed.
 
-    fp32 and the device's 16-bit format stay, whatever `formats` says: they are what
-    a site falls back to. Raises HardwareError for an unknown engine.
+    fp32 and the device's 16-bit format stay, whatever `formats` says: they are what a
+    site falls back to; a matrix in vLLM to 16 bits alone. Raises HardwareError for an
+    unknown engine.
     """
     if engine not in _ENGINES:
         raise HardwareError(f"unknown engine {engine!r}; known: {', '.join(_ENGINES)}")

@@ -17,6 +17,7 @@ from optimizer import (
     profiled,
     stack_file,
 )
+from optimizer.as_exported import joined, require_class, writable
 from optimizer.beyond import Found
 from optimizer.casts import Casts
 from optimizer.checkpoint import inspect
@@ -46,7 +47,7 @@ from optimizer.plan import Answer, Front
 from optimizer.quantize import overflows
 from optimizer.recode import rounded_sites
 from optimizer.spec import OptimizeSpec
-from optimizer.stack import Component, ModelShape, Site, Stack
+from optimizer.stack import ModelShape, Site, Stack
 from optimizer.stack_file import Fault, StackFileError
 from optimizer.validate import (
     Quality,
@@ -64,10 +65,7 @@ Measured = Callable[[list[dict[str, Any]]], None]
 """Told of stacks as they are measured: seconds, nats with their interval, bytes, share in FP8."""
 
 # Phases: load, calibrate, sweep, search, validate, export, report.
-# What engines set once for the whole model: vLLM's --kv-cache-dtype.
-ONE_SWITCH = dict.fromkeys(("vllm", "tensorrt_llm"), frozenset({Component.KV_CACHE}))
 SWEEP_SHARE = 0.9  # of the sweep's time; the rest is the contrast
-SERVED = "chosen_served"  # the label of the chosen stack under its engine
 HEADROOM = 0.9  # of the device's memory; the rest is activations and the engine
 
 
@@ -121,6 +119,7 @@ def optimize(
     meter.enter("load")
     work = Work(spec, pieces or Memory(), meter.at, on_layer=meter.tick)
     shape = work.opened()
+    require_class(shape.architecture, spec.engine, spec.exports)
     target, basis, cost_of, pairs = _target(spec, shape, meter.tick, profile)
     if not generates(shape):
         cost_of, pairs = of_pass(cost_of), casts_of_pass(pairs)
@@ -128,6 +127,7 @@ def optimize(
     meter.enter("calibrate")
     largest = work.amaxes()
     verdicts = allowed(shape, target, spec, _overflowing(largest))
+    verdicts = writable(shape, spec, verdicts)
 
     meter.enter("sweep")
     wanted = candidates(verdicts)
@@ -138,10 +138,10 @@ def optimize(
 
     meter.enter("search")
     table = tabulate(shape, verdicts, losses, cost_of)
-    alike = ONE_SWITCH.get(spec.engine, frozenset())
+    bound = joined(shape, spec.engine)
     limit = spec.max_memory_bytes or int(HEADROOM * target.memory_bytes)
     limit *= spec.workload.tensor_parallel  # bytes of a stack are of all devices
-    chooser = Chooser(shape, table, limit, pairs, alike=alike, searched=work.front)
+    chooser = Chooser(shape, table, limit, pairs, as_one=bound, searched=work.front)
     doubts = doubtful(chooser.front(plan.COARSE), losses)
     if doubts:
         losses = settled(losses, work.exact(doubts))
@@ -299,7 +299,7 @@ def _served(run: Run) -> dict[str, local_run.Measured]:
     """Return what an engine took for the exported stack, where it served it here."""
     checkpoint = (run.exported or {}).get("checkpoint") or {}
     taken = checkpoint.get("served_seconds", {"error": "it was not asked for"})
-    return {} if "error" in taken else {SERVED: local_run.Measured(**taken)}
+    return {} if "error" in taken else {local_run.SERVED: local_run.Measured(**taken)}
 
 
 def _rounding(

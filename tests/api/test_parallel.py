@@ -1,4 +1,4 @@
-"""`workload.tensor_parallel`, of a job and of an estimate alike."""
+"""What the config of a model says of devices and engines, before a worker reads it."""
 
 import json
 from pathlib import Path
@@ -72,3 +72,28 @@ def test_a_config_that_says_too_little_is_left_to_the_worker(
 ) -> None:
     body = {**BODY, "hardware": "h100", "workload": {"tensor_parallel": 2}}
     assert client.post("/v1/optimize", json=body).status_code == 202
+
+
+NEOX = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "model_type": "gpt_neox",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 2048,
+}
+
+
+def test_a_model_that_vllm_has_no_class_for_is_refused_at_once(
+    client: TestClient, refused: Refused, data_dir: Path
+) -> None:
+    folder = write_model(data_dir / "models" / "neox")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **NEOX}))
+    body = {**BODY, "model": "neox", "hardware": "h100", "engine": "vllm"}
+    answer = client.post("/v1/optimize", json=body)
+    problem = refused(answer, 422, "unsupported_hardware", "/engine")
+    assert "exports without compressed_tensors" in problem["errors"][0]["detail"]
+    answer = client.post("/v1/optimize", json={**body, "exports": ["torchao"]})
+    assert answer.status_code == 202, answer.text

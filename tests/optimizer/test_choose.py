@@ -249,11 +249,10 @@ def test_why_high_says_where_fp8_does_not_exist() -> None:
 def test_sites_of_one_switch_are_decided_alike() -> None:
     some = chooser()
     component = FFN.component
-    alike = replace(some, alike=frozenset({component}))
+    every = tuple(sorted(s for s in some.table if s.component is component))
+    alike = replace(some, as_one=(every,))
     (group,) = (g for g in alike.groups if FFN in g.sites)
-    assert group.sites == tuple(
-        sorted(s for s in some.table if s.component is component)
-    )
+    assert group.sites == every
     for choices in group.choices:
         assert len(set(choices)) == 1
     for stack in alike.front():

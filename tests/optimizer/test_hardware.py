@@ -5,6 +5,7 @@ import pytest
 
 from optimizer.catalogue import FP8_RATIO
 from optimizer.errors import HardwareError
+from optimizer.export_scheme import MATRICES
 from optimizer.hardware import DEVICES, Device, closest, device, utilization
 from optimizer.kernels import tables
 from optimizer.rules import refusals
@@ -311,8 +312,17 @@ def test_a_cpu_stores_fp8_and_has_no_unit_for_it() -> None:
 
 @pytest.mark.parametrize("component", Component)
 def test_the_base_formats_stay_whatever_was_asked(component: Component) -> None:
-    answers = refusals(device("h100"), "vllm", shape(component), ())
+    answers = refusals(device("h100"), "any", shape(component), ())
     assert {c.name for c, no in answers.items() if no is None} == {"fp32", "bf16"}
+
+
+@pytest.mark.parametrize("component", Component)
+def test_vllm_multiplies_matrices_in_sixteen_bits(component: Component) -> None:
+    matrix = component in MATRICES
+    for name, base in (("h100", "bf16"), ("t4", "fp16")):
+        answers = refusals(device(name), "vllm", shape(component), ())
+        left = {c.name for c, no in answers.items() if no is None}
+        assert left == ({base} if matrix else {"fp32", base})
 
 
 def test_a_format_that_was_not_asked_for_is_refused() -> None:
@@ -330,7 +340,8 @@ def test_vllm_takes_e4m3_linears_and_caches_and_nothing_else_narrow() -> None:
         for choice in choices:
             reason = refused("h100", component, choice.name, engine="vllm")
             e4m3 = choice.name.startswith("fp8_e4m3") and component in able
-            assert (reason is None) == (e4m3 or choice.name in ("fp32", "bf16"))
+            fp32 = choice.name == "fp32" and component not in MATRICES
+            assert (reason is None) == (e4m3 or fp32 or choice.name == "bf16")
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from optimizer import local_run
+from optimizer.export_files import Outlet
 from optimizer.local_prices import NOTE, profile
 from optimizer.local_run import (
     EMBEDDINGS,
@@ -22,11 +24,13 @@ from optimizer.local_run import (
     uniform,
 )
 from optimizer.native import Native
+from optimizer.pieces import Memory
 from optimizer.report import render_html
-from optimizer.spec import OptimizeSpec, Workload
+from optimizer.run import optimize
+from optimizer.spec import LatencySla, OptimizeSpec, Workload
 from optimizer.stack import Component, Site
 from tests.optimizer import tiny
-from tests.optimizer.conftest import Document
+from tests.optimizer.conftest import Document, quiet
 from tests.optimizer.example_document import example_document
 
 SHORT = Workload(batch_size=2, prompt_tokens=12, output_tokens=8)
@@ -122,3 +126,34 @@ def test_a_job_for_this_processor_says_what_its_stacks_took(
     assert all(run["per_token_s"] > 0 for run in document["runs"])
     assert document["hardware"]["notes"] == [NOTE]
     assert document_of("h100")["runs"] == []
+
+
+def test_what_an_engine_took_stands_beside_the_answer(
+    spec: OptimizeSpec, tmp_path: Path
+) -> None:
+    said = {"per_token_s": 11.0, "first_token_s": 12.0, "spread": 0.02, "steps": 9}
+    said |= {"engine": "vllm", "version": "0.32.0"}
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
+    python.chmod(0o755)
+    asked = replace(
+        spec,
+        hardware="local",
+        engine="vllm",
+        exports=("compressed_tensors",),
+        latency_sla=LatencySla(per_token_s=10.0),
+    )
+    kept = Memory()
+
+    def served(out: str) -> Document:
+        return optimize(asked, quiet, kept, outlet=Outlet(tmp_path / out, None, python))
+
+    found = served("a")
+    assert "vllm 0.32.0 takes 11.0\u00a0s per token" in found["verdict"]["sentence"]
+    assert any("vllm 0.32.0 served the exported" in limit for limit in found["limits"])
+    (late,) = (w for w in found["warnings"] if "vllm" in w)
+    assert late.endswith("and the target is 10.0\u00a0s")
+    python.write_text("#!/bin/sh\necho 'ValueError: no kernel' >&2; exit 1\n")
+    found = served("b")
+    assert "vllm" not in found["verdict"]["sentence"]
+    assert any("was not served here: vLLM does not" in w for w in found["warnings"])
