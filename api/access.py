@@ -11,7 +11,7 @@ from fastapi.security import HTTPBearer
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from api import auth, db, page_session, rates, scopes, view_tokens
+from api import auth, db, page_session, rates, scopes, versions, view_tokens
 from api.callers import Proof, verified
 from api.errors import InsufficientScope, Unauthenticated
 from api.rates import Left, Policy, Rates
@@ -21,42 +21,49 @@ ViewToken = Annotated[
     Query(max_length=500, description="A view token of the job, instead of a key."),
 ]
 
-_bearer = HTTPBearer(auto_error=False, scheme_name="api_key", bearerFormat="po_live_…")
 
-
-async def authenticate(
-    request: Request, _: Annotated[Any, Security(_bearer)]
-) -> auth.Caller:
-    """Say who is calling, and that they may do this now.
-
-    Raises Unauthenticated, RateLimited or InsufficientScope.
+class Bearer(HTTPBearer):
+    """The scheme of the API's description, and what asks for it: one dependency, since
+    each costs every request time.
     """
-    operation = request.scope["route"].name
-    caller = await known(request)
-    await count(request, caller, operation)
-    required = scopes.needed(operation)
-    if required is not None and required not in caller.scopes:
-        raise InsufficientScope(required)
-    return caller
+
+    async def __call__(self, request: Request) -> auth.Caller:  # type: ignore[override]
+        """Say who is calling, and that they may do this now.
+
+        Raises Unauthenticated, RateLimited or InsufficientScope.
+        """
+        operation = request.scope["route"].name
+        caller = await known(request)
+        asked = request.headers.get(versions.HEADER)
+        version = versions.answering(asked, caller.api_version)
+        request.scope["state"]["api_version"] = version
+        await count(request, caller, operation)
+        required = scopes.needed(operation)
+        if required is not None and required not in caller.scopes:
+            raise InsufficientScope(required)
+        return caller
 
 
-async def authenticate_or_shown(
-    request: Request,
-    token: ViewToken = None,
-    _: Annotated[Any, Security(_bearer)] = None,
-) -> auth.Caller:
-    """Say who is calling, or whom a view token in the query stands for.
+class BearerOrShown(Bearer):
+    """The same, or a view token of the job in the query."""
 
-    Raises as `authenticate` does; Unauthenticated too where the token is of another job.
-    """
-    if token is None:
-        return await authenticate(request, None)
-    return view_tokens.read(token, request.path_params["job_id"]).caller
+    async def __call__(  # type: ignore[override]
+        self, request: Request, token: ViewToken = None
+    ) -> auth.Caller:
+        """Say who is calling, or whom the token stands for.
 
+        Raises as `Bearer` does; Unauthenticated too where the token is of another job.
+        """
+        if token is None:
+            return await super().__call__(request)
+        return view_tokens.read(token, request.path_params["job_id"]).caller
+
+
+_SCHEME: dict[str, Any] = {"scheme_name": "api_key", "bearerFormat": "po_live_…"}
 
 DB = Annotated[Session, Depends(db.get_session, scope="function")]
-Caller = Annotated[auth.Caller, Depends(authenticate)]
-Viewer = Annotated[auth.Caller, Depends(authenticate_or_shown)]
+Caller = Annotated[auth.Caller, Security(Bearer(**_SCHEME))]
+Viewer = Annotated[auth.Caller, Security(BearerOrShown(**_SCHEME))]
 
 
 def who(caller: auth.Caller) -> str:
@@ -67,18 +74,22 @@ def who(caller: auth.Caller) -> str:
 async def known(request: Request) -> auth.Caller:
     """Say who is calling. Raises Unauthenticated, RateLimited or CrossSite."""
     counts: Rates = request.app.state.rates
-    where = rates.network(request.client.host if request.client else "")
     try:
         token = _shown(request)
         caller = verified.get(token)
         if caller is not None:
             return caller
         if not verified.knows(token):
-            rates.require(await _look(request, counts.address, where), needed=1)
+            left = await _look(request, counts.address, _network(request))
+            rates.require(left, needed=1)
         return await run_in_threadpool(_prove, token)
     except Unauthenticated:
-        rates.require(await _take(request, counts.address, where))
+        rates.require(await _take(request, counts.address, _network(request)))
         raise
+
+
+def _network(request: Request) -> str:
+    return rates.network(request.client.host if request.client else "")
 
 
 async def count(request: Request, caller: auth.Caller, operation: str) -> None:

@@ -113,6 +113,7 @@ def create_app() -> FastAPI:
         app.include_router(part.router)
     for page_part in (pages, pages_jobs, pages_catalog, guide, backstage):
         app.include_router(page_part.router)
+    app.include_router(openapi.router)
     app.include_router(embed.frames)
     app.include_router(pages.last)
     webhook_docs.install(app)

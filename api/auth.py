@@ -178,6 +178,7 @@ def rotate(
         name=old.name,
         kind=old.kind,
         scopes=old.scopes,
+        api_version=old.api_version,
         expires_at=life and at + life,
     )
     key = add(session, new)
@@ -286,7 +287,7 @@ def _sha256(key: str) -> str:
 
 def _proof(row: ApiKey) -> Proof:
     held = scopes.expand(row.scopes)
-    caller = Caller(row.tenant_id, row.kid, row.kind, held)
+    caller = Caller(row.tenant_id, row.kid, row.kind, held, row.api_version)
     return Proof(caller, row.expires_at, _is_stale(row.last_used_at))
 
 

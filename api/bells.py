@@ -5,12 +5,17 @@ bell says enough of any number of jobs. What is lost with this process, the swee
 """
 
 import threading
+import time
 
 from api import queue
 
+REST_S = 0.05  # between two rings: under load, they would take time from requests
+
 
 class Ringer:
-    """A thread that rings once for each queue, whatever came in while it rang."""
+    """A thread that rings once for each queue, whatever came in while it rang or
+    rested.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[str, str]] = {}  # queue to job and device
@@ -35,6 +40,7 @@ class Ringer:
                 taken, self._waiting = self._waiting, {}
             for job_id, hardware in taken.values():
                 queue.ring(job_id, hardware)
+            time.sleep(REST_S)
 
 
 _ringer = Ringer()

@@ -20,6 +20,7 @@ class Caller:
     actor: str  # a key's id, or "oidc:" and a token's subject
     kind: str  # personal, service
     scopes: frozenset[str]  # all that the words on the key stand for
+    api_version: str | None = None  # that the key is for; None: the newest
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
-from sqlalchemy import ColumnElement, bindparam, or_, select
+from sqlalchemy import ColumnElement, and_, bindparam, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -45,6 +45,19 @@ class Weights:
     stored_bytes: int
     dtypes: dict[str, int]
     details: dict[str, Any] = field(default_factory=dict)  # files, tensors, warnings
+
+
+class Registered(NamedTuple):
+    """What a job needs of a model's row: not `details`, which lists every tensor."""
+
+    name: str
+    path: str
+    stamp: str
+    sha256: str
+    architecture: str
+    parameters: int
+    stored_bytes: int
+    dtypes: dict[str, int]
 
 
 # -- folders -------------------------------------------------------------------
@@ -161,7 +174,7 @@ def model_names(session: Session, tenant_id: str) -> list[str]:
     return sorted(set(session.scalars(query)))
 
 
-_CALLED = select(RegisteredModel).where(  # made once, for every request
+_CALLED = and_(  # statements are made once, for every request
     or_(
         RegisteredModel.tenant_id == bindparam("tenant"),
         RegisteredModel.tenant_id.is_(None),
@@ -171,15 +184,18 @@ _CALLED = select(RegisteredModel).where(  # made once, for every request
         RegisteredModel.id == bindparam("name"),
     ),
 )
+_NEAREST = (
+    RegisteredModel.name != bindparam("name"),
+    RegisteredModel.tenant_id.is_(None),
+)
+_FIND = select(RegisteredModel).where(_CALLED).order_by(*_NEAREST)
+_READ = select(*(getattr(RegisteredModel, column) for column in Registered._fields))
+_READ = _READ.where(_CALLED).order_by(*_NEAREST)
 
 
 def find(session: Session, tenant_id: str, name: str) -> RegisteredModel | None:
     """Return a model by name or by id; the tenant's own come before shared ones."""
-    rows = sorted(
-        session.scalars(_CALLED, {"tenant": tenant_id, "name": name}),
-        key=lambda row: (row.name != name, row.tenant_id is None),
-    )
-    return rows[0] if rows else None
+    return session.scalars(_FIND, {"tenant": tenant_id, "name": name}).first()
 
 
 def weights_named(session: Session, tenant_id: str, name: str) -> Weights | None:
@@ -187,8 +203,9 @@ def weights_named(session: Session, tenant_id: str, name: str) -> Weights | None
 
     None: no such name. Raises Invalid if the folder is not what was registered.
     """
-    row = find(session, tenant_id, name)
-    return _unchanged(row) if row else _shared_folder(name)
+    which = {"tenant": tenant_id, "name": name}
+    row = session.connection().execute(_READ, which).first()
+    return _unchanged(Registered(*row)) if row else _shared_folder(name)
 
 
 def own(session: Session, tenant_id: str | None, name: str) -> RegisteredModel | None:
@@ -328,7 +345,7 @@ def _columns(weights: Weights) -> dict[str, Any]:
     }
 
 
-def _unchanged(row: RegisteredModel) -> Weights:
+def _unchanged(row: Registered) -> Weights:
     folder = Path(row.path)
     try:
         same = stamp(folder) == row.stamp
@@ -345,17 +362,7 @@ def _unchanged(row: RegisteredModel) -> Weights:
             "registered: register it again",
             "model_load_failed",
         )
-    return Weights(
-        name=row.name,
-        path=folder,
-        stamp=row.stamp,
-        sha256=row.sha256,
-        architecture=row.architecture,
-        parameters=row.parameters,
-        stored_bytes=row.stored_bytes,
-        dtypes=row.dtypes,
-        details=row.details or {},
-    )
+    return Weights(**{**row._asdict(), "path": folder})
 
 
 def _shared_folder(name: str) -> Weights | None:

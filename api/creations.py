@@ -17,20 +17,18 @@ from api.settings import settings
 from optimizer.spec import OptimizeSpec
 
 
-def create(
-    request: Request, caller: auth.Caller, once: Once, body: OptimizeRequest
-) -> Answer:
+def create(request: Request, once: Once, body: OptimizeRequest) -> Answer:
     """Queue the job that a request asks for."""
     written = body.model_dump(mode="json", exclude_unset=True)
     if told := once.told(written):
         return told
     with db.reading() as session:  # checking may take a while: hold no lock
-        order = _order(session, caller.tenant_id, body)
-        spec = resolve.to_spec(session, caller.tenant_id, body)
-    return _submit(request, once, spec, written, _signed(request, caller, order))
+        order = _order(session, once.tenant_id, body)
+        spec = resolve.to_spec(session, once.tenant_id, body)
+    return _submit(request, once, spec, written, _signed(request, once.caller, order))
 
 
-def retry(request: Request, caller: auth.Caller, once: Once, job_id: str) -> Answer:
+def retry(request: Request, once: Once, job_id: str) -> Answer:
     """Queue a job like one that has ended; what that one measured is read, not redone.
 
     Raises InvalidState before its end, and SourceChanged where its model or its data
@@ -39,10 +37,10 @@ def retry(request: Request, caller: auth.Caller, once: Once, job_id: str) -> Ans
     if told := once.told({}):
         return told
     with db.reading() as session:
-        before = _ended(session, caller.tenant_id, job_id)
+        before = _ended(session, once.tenant_id, job_id)
         body = _as_written(before)
         order, spec = _as_then(session, before, body)
-    signed = _signed(request, caller, replace(order, retried_from=before.id))
+    signed = _signed(request, once.caller, replace(order, retried_from=before.id))
     return _submit(request, once, spec, before.body, signed, asked={})
 
 

@@ -128,9 +128,9 @@ def keep(
 def delete(session: Session, row: Dataset) -> Path | None:
     """Delete a dataset. Returns the file that nobody needs any more, if there is one.
 
-    Raises InUse while a job reads it.
+    Raises InUse while a job reads it under this name.
     """
-    job = uses.job_on(session, row.tenant_id, "dataset_path", row.path)
+    job = uses.job_on(session, row.tenant_id, "dataset_path", row.path, row.name)
     if job is not None:
         raise InUse(f"job {job} reads this dataset: wait for its end, or cancel it")
     return _drop(session, row)
@@ -164,7 +164,8 @@ def _drop(session: Session, row: Dataset) -> Path | None:
     tenant_id, path = row.tenant_id, row.path
     session.delete(row)
     session.flush()
-    return None if _is_named(session, tenant_id, path) else Path(path)
+    needed = _is_named(session, tenant_id, path) or _is_read(session, tenant_id, path)
+    return None if needed else Path(path)  # `strays` has it later
 
 
 def _is_named(session: Session, tenant_id: str, path: str) -> bool:

@@ -65,7 +65,7 @@ def _on_sqlite_connect(connection: Any, _record: object) -> None:
 
 def _on_sqlite_begin(connection: Connection) -> None:
     begin = connection.get_execution_options().get(BEGIN, "BEGIN")
-    connection.exec_driver_sql(begin)
+    connection.connection.cursor().execute(begin)
 
 
 @cache

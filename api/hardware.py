@@ -5,9 +5,11 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 
-from api.access import Caller
+from api import tallies
+from api.access import DB, Caller
 from api.errors import NotFound
 from api.strict import StrictRoute
+from api.tallies import Load
 from optimizer import abilities
 from optimizer.abilities import SHAPE_RULES, Answer, Status
 from optimizer.errors import HardwareError
@@ -24,6 +26,8 @@ class DeviceSummary(BaseModel):
     `peak_flops` are dense FLOP/s by format, `ridge_flop_per_byte` where compute and
     bandwidth balance, `link_bytes_s` to its peers in one direction. The figures of
     `local`, the worker's own device, are known only to a job that ran there.
+    `queue_depth` are jobs for the device that wait, and `running` those that workers
+    have, of all tenants together; it is `busy` while there are any.
     """
 
     id: str
@@ -41,6 +45,9 @@ class DeviceSummary(BaseModel):
     link: str | None = None
     link_bytes_s: float | None = None
     native_formats: list[str] = []
+    status: Literal["idle", "busy"]
+    queue_depth: int
+    running: int
     links: dict[str, str]
 
 
@@ -113,21 +120,27 @@ class DeviceList(BaseModel):
 
 
 @router.get("/hardware")
-def list_hardware(caller: Caller) -> DeviceList:
+def list_hardware(caller: Caller, session: DB) -> DeviceList:
     """List the devices that a request may name. `local` is the worker's own."""
-    every = [DeviceSummary(**_facts(found)) for found in DEVICES.values()]
-    return DeviceList(data=[*every, DeviceSummary(**_LOCAL)])
+    loads = tallies.loads(session)
+    every = [
+        DeviceSummary(**_facts(found), **_load(loads, found.id))
+        for found in DEVICES.values()
+    ]
+    return DeviceList(data=[*every, DeviceSummary(**_LOCAL, **_load(loads, LOCAL))])
 
 
 @router.get("/hardware/{name}")
-def get_hardware(name: str, caller: Caller) -> DeviceView:
+def get_hardware(name: str, caller: Caller, session: DB) -> DeviceView:
     """Return a device by its id or an alias: what it can do, and why not the rest."""
+    loads = tallies.loads(session)
     if name == LOCAL:
-        return DeviceView(**_LOCAL, notes=_LOCAL_NOTES)
+        return DeviceView(**_LOCAL, **_load(loads, LOCAL), notes=_LOCAL_NOTES)
     try:
-        return _view(device(name))
+        found = device(name)
     except HardwareError as error:
         raise NotFound(str(error)) from None
+    return _view(found, _load(loads, found.id))
 
 
 _LOCAL: dict[str, Any] = {
@@ -161,10 +174,17 @@ def _facts(found: Device) -> dict[str, Any]:
     }
 
 
-def _view(found: Device) -> DeviceView:
+def _load(loads: dict[str, Load], name: str) -> dict[str, Any]:
+    there = loads.get(name, Load())
+    status = "busy" if there.queued or there.running else "idle"
+    return {"status": status, "queue_depth": there.queued, "running": there.running}
+
+
+def _view(found: Device, load: dict[str, Any]) -> DeviceView:
     units = UnitsView.model_validate(found.units) if found.units else None
     return DeviceView(
         **_facts(found),
+        **load,
         units=units,
         stored_weights=sorted(found.support.stored_weights),
         stored_cache=sorted(found.support.stored_cache),

@@ -20,7 +20,7 @@ from pydantic_core import to_json
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from api import db
+from api import auth, db
 from api.access import Caller
 from api.errors import (
     IdempotencyInProgress,
@@ -64,9 +64,14 @@ def answer(
 class Once:
     """The promise that one request has one effect; without a key it promises nothing."""
 
-    tenant_id: str
+    caller: auth.Caller
     route: str  # method and path
     key: str | None
+
+    @property
+    def tenant_id(self) -> str:
+        """Return whose promise it is."""
+        return self.caller.tenant_id
 
     def told(self, body: Any) -> Answer | None:
         """Return what was answered before, if it was: nothing need be checked then.
@@ -129,7 +134,7 @@ class Once:
         return _marked(given, row.expires_at, replayed=False)
 
 
-def once(
+async def once(
     request: Request,
     caller: Caller,
     idempotency_key: Annotated[
@@ -141,11 +146,13 @@ def once(
         ),
     ] = None,
 ) -> Once:
-    """FastAPI dependency: what the header of this request promises."""
+    """FastAPI dependency: what the header of this request promises. It waits for nothing,
+    and needs no thread.
+    """
     key = None if idempotency_key is None else parse(idempotency_key)
     if key is None and caller.kind == SERVICE:
         raise IdempotencyKeyMissing()
-    return Once(caller.tenant_id, f"{request.method} {request.url.path}", key)
+    return Once(caller, f"{request.method} {request.scope['path']}", key)
 
 
 Idempotent = Annotated[Once, Depends(once)]

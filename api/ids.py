@@ -29,5 +29,9 @@ def new(prefix: str) -> str:
     return f"{prefix}_{_encode(number)}"
 
 
+_PAIRS = [first + second for first in ALPHABET for second in ALPHABET]
+_SHIFTS = range(5 * (LENGTH - 2), -1, -10)
+
+
 def _encode(number: int) -> str:
-    return "".join(ALPHABET[number >> 5 * i & 31] for i in reversed(range(LENGTH)))
+    return "".join([_PAIRS[number >> shift & 1023] for shift in _SHIFTS])

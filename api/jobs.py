@@ -15,12 +15,12 @@ and what is old). Callers commit (`db.transaction`), and time is the database's.
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import and_, case, func, select
 from sqlalchemy.orm import Session
 
-from api import ids, orders, turns
+from api import ids, orders, outbox, turns
 from api.errors import NotFound
 from api.models import Artifact, Job, JobEvent, Status
 from api.orders import Order
@@ -52,6 +52,17 @@ class Signal(StrEnum):
     LOST = "lost"  # the claim is void: stop, and write nothing
 
 
+class Trials(NamedTuple):
+    """Measurements that are there, of those that an attempt asked for so far."""
+
+    done: int = 0
+    planned: int = 0
+
+    def columns(self) -> dict[str, int]:
+        """Return them as a job's row has them."""
+        return {"trials_done": self.done, "trials_planned": self.planned}
+
+
 # -- for the owner -------------------------------------------------------------
 
 
@@ -64,23 +75,32 @@ def submit(
 ) -> Job:
     """Add a queued job. `body` is the request as the caller wrote it.
 
+    What is returned is to be read: the session does not know it (`transitions.begin`).
     Raises QuotaExceeded where the tenant has as many waiting as it may.
     """
-    turns.admit(session, tenant_id)
-    at = now(session)
+    at, heard = turns.admit(session, tenant_id)
     job = Job(
         id=ids.new("job"),
         tenant_id=tenant_id,
+        status=Status.QUEUED,
+        attempt=0,
+        attempts_lost=0,
+        percent=0.0,
+        trials_done=0,
+        trials_planned=0,
         body=body or {},
         spec=spec.to_json(),
         hardware=spec.hardware,
-        last_seq=0,
         created_at=at,
         queued_at=at,
         rung_at=at,
         **order.columns(at),
     )
-    begin(session, job, at, [("job.created", {}), ("job.queued", {})])
+    happened: list[Event] = [("job.created", {}), ("job.queued", {})]
+    begin(session, job, at, happened)
+    if heard:
+        outbox.enqueue(session, job, 1, happened, at)
+        session.flush()
     return job
 
 
@@ -179,6 +199,7 @@ def progress(
     phase: str,
     percent: float,
     eta_s: float | None = None,
+    trials: Trials | None = None,
 ) -> Signal:
     """Say how far the job got; this is a beat too.
 
@@ -188,9 +209,9 @@ def progress(
     at = now(session)
     percent = min(max(percent, 0.0), BELOW_FINAL)
     further = case((Job.percent < percent, percent), else_=Job.percent)
-    job = touch(
-        session, claim, percent=further, eta_s=eta_s, lease_expires_at=lease(at)
-    )
+    changes = {"percent": further, "eta_s": eta_s, "lease_expires_at": lease(at)}
+    counts = {} if trials is None else trials.columns()
+    job = touch(session, claim, **changes, **counts)
     if job is None or job.status is Status.CANCELLING:
         return _signal(job)
     if eta_s is None:

@@ -17,6 +17,7 @@ from api.access import DB, Caller
 from api.models import ApiKey, now
 from api.schemas import Body, left_out
 from api.strict import StrictRoute
+from api.versions import CURRENT, Version
 
 DAY_S = 86_400
 MAX_LIFE_S = 5 * 366 * DAY_S
@@ -33,12 +34,17 @@ router = APIRouter(prefix="/v1/api_keys", route_class=StrictRoute, tags=["keys"]
 
 
 class KeyRequest(Body):
-    """A key to be made. `expires_in` is seconds from now; without it, it stays."""
+    """A key to be made. `expires_in` is seconds from now; without it, it stays.
+
+    Requests with the key are answered in `api_version` unless they ask for another; a
+    key that says none is for the one of the day it was made.
+    """
 
     name: Label
     scopes: Words
     kind: Literal["personal", "service"] = "personal"
     expires_in: LifeSeconds | None = None
+    api_version: Version = CURRENT
 
 
 class KeyChange(Body):
@@ -47,6 +53,7 @@ class KeyChange(Body):
     name: Label = left_out("")
     scopes: Words = left_out([])
     expires_in: LifeSeconds | None = left_out(None)
+    api_version: Version = left_out(CURRENT)
 
 
 class Rotation(Body):
@@ -63,6 +70,7 @@ class KeyView(BaseModel):
     name: str
     kind: str
     scopes: list[str]
+    api_version: str
     status: Literal["active", "expired", "revoked"]
     created_at: datetime
     expires_at: datetime | None
@@ -94,6 +102,7 @@ def create_api_key(body: KeyRequest, caller: Caller, response: Response) -> NewK
         name=body.name,
         kind=body.kind,
         scopes=sorted(set(body.scopes)),
+        api_version=body.api_version,
         expires_at=_end(body.expires_in),
     )
     with db.transaction() as session:
@@ -132,7 +141,7 @@ def update_api_key(
     response: Response,
     if_match: IfMatch = None,
 ) -> KeyView:
-    """Change name, scopes or end of a key. It takes hold within seconds."""
+    """Change name, scopes, end or version of a key. It takes hold within seconds."""
     changes = _changes(body)
     with db.transaction() as session:
         row = auth.change(session, caller.tenant_id, key_id, if_match, changes)
@@ -174,6 +183,7 @@ def _changes(body: KeyChange) -> dict[str, Any]:
         "name": body.name,
         "scopes": sorted(set(body.scopes)),
         "expires_in": _end(body.expires_in),
+        "api_version": body.api_version,
     }
     columns = {"expires_in": "expires_at"}
     return {columns.get(name, name): values[name] for name in body.model_fields_set}
@@ -198,6 +208,7 @@ def _fields(row: ApiKey) -> dict[str, Any]:
         "name": row.name,
         "kind": row.kind,
         "scopes": row.scopes if row.scopes is not None else list(scopes.EVERYDAY),
+        "api_version": row.api_version or CURRENT,
         "status": auth.status(row),
         "created_at": row.created_at,
         "expires_at": row.expires_at,

@@ -46,7 +46,9 @@ class JobLimits(BaseModel):
 
 
 class UploadLimits(BaseModel):
-    """Models and datasets, and how much of the tenant's storage they take now."""
+    """Models and datasets, and how much of the tenant's storage is used now: by them and
+    by the files that jobs left.
+    """
 
     model_bytes: int
     model_files: int

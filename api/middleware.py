@@ -5,10 +5,11 @@ Plain ASGI, so that streams pass through untouched.
 
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import structlog
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import ids, problems, rates, versions
@@ -18,13 +19,14 @@ from api.metrics import Metrics
 REQUEST_ID = re.compile(r"[a-zA-Z0-9._-]{1,128}")
 QUIET = frozenset({"/livez", "/readyz", "/healthz", "/metrics"})  # asked all day long
 
-SAFE = {  # of every answer that does not say otherwise
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-BY_TLS = "max-age=31536000"  # a year; subdomains are somebody else's
+SAFE = (  # of every answer that does not say otherwise; as ASGI has headers
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+)
+# A year; subdomains are somebody else's.
+BY_TLS = (b"strict-transport-security", b"max-age=31536000")
 
 log = structlog.get_logger()
 
@@ -84,13 +86,15 @@ class _Sent:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            headers["X-Request-Id"] = self.state["request_id"]
-            headers["API-Version"] = versions.CURRENT
-            for name, value in SAFE.items():
-                headers.setdefault(name, value)
-            if self.by_tls:
-                headers["Strict-Transport-Security"] = BY_TLS
-            if counted := self.state.get("rates"):
-                headers.raw.extend(rates.headers(counted))
+            message["headers"] = [*message.get("headers", ()), *self._more(message)]
         await self.send(message)
+
+    def _more(self, message: Message) -> Iterator[tuple[bytes, bytes]]:
+        said = {name for name, _ in message.get("headers", ())}
+        yield b"x-request-id", self.state["request_id"].encode()
+        yield b"api-version", self.state.get("api_version", versions.CURRENT).encode()
+        yield from (header for header in SAFE if header[0] not in said)
+        if self.by_tls:
+            yield BY_TLS
+        if counted := self.state.get("rates"):
+            yield from rates.headers(counted)

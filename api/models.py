@@ -38,6 +38,7 @@ class ApiKey(Base):
     kind: Mapped[str] = mapped_column(default="personal", server_default="personal")
     scopes: Mapped[list[Any] | None]  # None: all but admin, as before scopes
     version: Mapped[int] = mapped_column(default=1, server_default="1")  # its ETag
+    api_version: Mapped[str | None]  # that it is answered in; None: the newest
     created_at: Mapped[datetime] = mapped_column(default=now)
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
@@ -144,6 +145,8 @@ class Job(Base):
     lease_expires_at: Mapped[datetime | None]
     phase: Mapped[str | None]
     percent: Mapped[float] = mapped_column(default=0.0)
+    trials_done: Mapped[int] = mapped_column(default=0, server_default="0")
+    trials_planned: Mapped[int] = mapped_column(default=0, server_default="0")
     eta_s: Mapped[float | None]
     outcome: Mapped[str | None]
     error: Mapped[dict[str, Any] | None]
@@ -181,7 +184,7 @@ class Artifact(Base):
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     name: Mapped[str] = mapped_column(primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     attempt: Mapped[int]
     sha256: Mapped[str]
     bytes: Mapped[int] = mapped_column(BigInteger)

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from starlette.concurrency import run_in_threadpool
 
 from api import problems
+from api.strict import PlainRoute
 
 TAGS = (
     ("jobs", "Optimizations: from the request to the stack and its evidence."),
@@ -37,6 +39,28 @@ HEADERS = {  # of every answer
 NEEDED = ("if-match", "content-digest")  # without them: a problem of their own
 EXAMPLES = Path(__file__).with_name("examples.json")
 FILE = Path(__file__).with_name("openapi.json")
+
+router = APIRouter(route_class=PlainRoute, include_in_schema=False)
+
+
+@router.get("/openapi.yaml")
+async def as_yaml(request: Request) -> Response:
+    """Return what `/openapi.json` says, for portals and tools that want YAML."""
+    app = request.app
+    text = getattr(app.state, "openapi_yaml", None)
+    if text is None:  # half a second of work, once
+        text = app.state.openapi_yaml = await run_in_threadpool(yaml_text, app)
+    headers = {"Cache-Control": "max-age=300"}
+    return Response(text, headers=headers, media_type="application/yaml")
+
+
+def yaml_text(app: FastAPI) -> str:
+    """Return the description as YAML, in the same order."""
+    import yaml  # slow to import, and rarely needed
+
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    plain = json.loads(text(app))  # no types of ours, and no anchors
+    return str(yaml.dump(plain, Dumper=dumper, sort_keys=False, allow_unicode=True))
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

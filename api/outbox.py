@@ -50,6 +50,15 @@ class Letter:
     claimed_until: datetime  # the fence: whoever takes it later changes it
 
 
+class Listener(NamedTuple):
+    """What is read of an endpoint to write to it."""
+
+    id: str
+    tenant_id: str
+    format: str
+    events: list[str]
+
+
 class Attempt(NamedTuple):
     """What came of sending a letter."""
 
@@ -78,9 +87,9 @@ def enqueue(
         for seq, (kind, _) in enumerate(happened, first_seq)
         if kind in webhook_bodies.SUBSCRIBABLE
     ]
-    if not told:
+    endpoints = _listening(session, job) if told else []
+    if not endpoints:
         return
-    endpoints = _listening(session, job)
     for seq, kind in told:
         body = webhook_bodies.of_job(job, kind, at)
         message_id = f"evt_{job.id.removeprefix('job_')}_{seq}"
@@ -91,7 +100,7 @@ def enqueue(
 
 def add(
     session: Session,
-    endpoint: WebhookEndpoint,
+    endpoint: WebhookEndpoint | Listener,
     message_id: str,
     body: dict[str, Any],
     at: datetime,
@@ -118,17 +127,17 @@ def add(
 
 # Made once. A shared lock: who deletes one now waits, and what we add does not dangle.
 _ALL = (
-    select(WebhookEndpoint)
+    select(*(getattr(WebhookEndpoint, name) for name in Listener._fields))
     .where(WebhookEndpoint.tenant_id == bindparam("tenant"), WebhookEndpoint.enabled)
     .with_for_update(read=True, key_share=True)
 )
 _ONE = _ALL.where(WebhookEndpoint.id == bindparam("endpoint"))
 
 
-def _listening(session: Session, job: Job) -> list[WebhookEndpoint]:
+def _listening(session: Session, job: Job) -> list[Listener]:
     which = {"tenant": job.tenant_id, "endpoint": job.webhook_endpoint_id}
     query = _ALL if job.webhook_endpoint_id is None else _ONE
-    return list(session.scalars(query, which))
+    return [Listener(*row) for row in session.connection().execute(query, which)]
 
 
 # -- for the owner ---------------------------------------------------------------

@@ -78,21 +78,21 @@ def datasets_page(
 
 
 @router.get("/ui/hardware")
-def hardware_page(request: Request, visitor: Visitor) -> Response:
+def hardware_page(request: Request, visitor: Visitor, session: DB) -> Response:
     """List the devices that a job may be for."""
     return page(
         request,
         "hardware.html.j2",
         visitor,
         here="hardware",
-        devices=hardware.list_hardware(visitor).data,
+        devices=hardware.list_hardware(visitor, session).data,
     )
 
 
 @router.get("/ui/hardware/{name}")
-def device_page(name: str, request: Request, visitor: Visitor) -> Response:
+def device_page(name: str, request: Request, visitor: Visitor, session: DB) -> Response:
     """Show a device: its figures, what each component may be, and why not."""
-    found = hardware.get_hardware(name, visitor)
+    found = hardware.get_hardware(name, visitor, session)
     return page(
         request,
         "device.html.j2",

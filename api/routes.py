@@ -50,7 +50,6 @@ Prefer = Annotated[
 )
 async def optimize(
     body: OptimizeRequest,
-    caller: Caller,
     once: Idempotent,
     request: Request,
     preference: Prefer = None,
@@ -59,7 +58,7 @@ async def optimize(
 
     `Prefer: wait=N` holds the answer back for up to 60 seconds, until the job ends.
     """
-    made = await run_in_threadpool(creations.create, request, caller, once, body)
+    made = await run_in_threadpool(creations.create, request, once, body)
     return await _waited(request, once.tenant_id, made, preference)
 
 
@@ -130,7 +129,6 @@ def cancel_job(job_id: str, caller: Caller, response: Response) -> views.JobView
 )
 async def retry_job(
     job_id: str,
-    caller: Caller,
     once: Idempotent,
     request: Request,
     preference: Prefer = None,
@@ -139,7 +137,7 @@ async def retry_job(
 
     What the job measured is kept, and not measured again.
     """
-    made = await run_in_threadpool(creations.retry, request, caller, once, job_id)
+    made = await run_in_threadpool(creations.retry, request, once, job_id)
     return await _waited(request, once.tenant_id, made, preference)
 
 

@@ -34,9 +34,11 @@ DataTokens = Annotated[int, Field(ge=64, le=262_144)]
 
 
 class Body(BaseModel):
-    """What every body has in common."""
+    """What every body has in common. A frozen default is shared, not copied deeply
+    for each request.
+    """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def left_out(value: Any) -> Any:

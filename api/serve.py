@@ -194,7 +194,8 @@ def _programs(
         "api",
         (sys.executable, "-m", "api.serve", str(listener.fileno())),
         logs / "api.log",
-        environment,
+        # Of glibc's heaps, one for each thread would keep what it once took.
+        {**environment, "MALLOC_ARENA_MAX": "2"},
         pass_fds=(listener.fileno(),),
     )
     for number in range(1, workers + 1):

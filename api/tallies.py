@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Double, and_, case, cast, func, select
 from sqlalchemy.orm import Session
 
-from api.models import FINAL, Job, Status
+from api.models import FINAL, HELD, Job, Status
 
 
 class Finished(NamedTuple):
@@ -20,6 +20,13 @@ class Finished(NamedTuple):
     outcome: str
     hardware: str
     total: int
+
+
+class Load(NamedTuple):
+    """Jobs for one device that have not ended."""
+
+    queued: int = 0
+    running: int = 0
 
 
 class Times(NamedTuple):
@@ -52,9 +59,17 @@ def finished(session: Session) -> list[Finished]:
 
 def queued(session: Session) -> dict[str, int]:
     """Return how many jobs wait, by device."""
-    query = select(Job.hardware, func.count()).where(Job.status == Status.QUEUED)
+    found = loads(session).items()
+    return {device: load.queued for device, load in found if load.queued}
+
+
+def loads(session: Session) -> dict[str, Load]:
+    """Return how many jobs wait and run, by device, of all tenants."""
+    waits = func.sum(case((Job.status == Status.QUEUED, 1), else_=0))
+    live = Job.status.in_((Status.QUEUED, *HELD))
+    query = select(Job.hardware, waits, func.count()).where(live)
     rows = session.execute(query.group_by(Job.hardware))
-    return {row[0]: row[1] for row in rows}
+    return {row[0]: Load(int(row[1]), row[2] - int(row[1])) for row in rows}
 
 
 def oldest_wait_s(session: Session, at: Any) -> float:

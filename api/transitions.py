@@ -15,8 +15,13 @@ from optimizer.spec import OptimizeSpec
 Event = tuple[str, dict[str, Any]]
 
 SQLITE_TIME = "%Y-%m-%dT%H:%M:%f+00:00"
-_SQLITE_NOW = select(func.strftime(SQLITE_TIME, "now"))  # made once, run often
-_PG_NOW = select(func.clock_timestamp())
+CLOCKS: dict[str, ColumnElement[Any]] = {  # by dialect; read with `moment`
+    "sqlite": func.strftime(SQLITE_TIME, "now"),
+    "postgresql": func.clock_timestamp(),
+}
+_NOW = {name: select(clock) for name, clock in CLOCKS.items()}  # made once, run often
+_ADD_JOB = insert(cast(Table, Job.__table__))
+_COLUMNS = tuple(column.key for column in Job.__table__.columns)
 _ADD_EVENTS = insert(cast(Table, JobEvent.__table__))
 
 
@@ -36,11 +41,14 @@ class Claim:
 def now(session: Session) -> datetime:
     """Return the database's time: the clocks of workers may differ."""
     connection = session.connection()
-    if connection.dialect.name == "postgresql":
-        found: datetime = connection.execute(_PG_NOW).scalar_one()
-        return found.astimezone(UTC)
-    text = connection.execute(_SQLITE_NOW).scalar_one()
-    return datetime.fromisoformat(text)  # exact to the millisecond
+    return moment(connection.execute(_NOW[connection.dialect.name]).scalar_one())
+
+
+def moment(read: datetime | str) -> datetime:
+    """Return the time that one of the `CLOCKS` showed."""
+    if isinstance(read, str):  # SQLite's: exact to the millisecond
+        return datetime.fromisoformat(read)
+    return read.astimezone(UTC)
 
 
 def lease(at: datetime) -> datetime:
@@ -102,19 +110,27 @@ def move(
     )
     if job is None:
         return None
-    _write(session, job, job.last_seq - len(happened) + 1, happened, at)
+    first = job.last_seq - len(happened) + 1
+    _log(session, job, first, happened, at)
+    outbox.enqueue(session, job, first, happened, at)
+    session.flush()
     return job
 
 
 def begin(session: Session, job: Job, at: datetime, happened: list[Event]) -> None:
-    """Add a job that nobody knows yet, with what happened to it so far."""
+    """Add a job that nobody knows yet, with what happened to it so far.
+
+    Nobody is told: that is the caller's. `job` has every column that is not null. The
+    row is written past the unit of work, which would take longer than all the rest of
+    a request: the session does not know `job`, which is to be read and not changed.
+    """
     job.last_seq = len(happened)
-    session.add(job)
-    session.flush()  # its events refer to it
-    _write(session, job, 1, happened, at)
+    row = {name: job.__dict__.get(name) for name in _COLUMNS}
+    session.connection().execute(_ADD_JOB, row)
+    _log(session, job, 1, happened, at)
 
 
-def _write(
+def _log(
     session: Session, job: Job, first: int, happened: list[Event], at: datetime
 ) -> None:
     rows = [
@@ -123,8 +139,6 @@ def _write(
     ]
     if rows:
         session.connection().execute(_ADD_EVENTS, rows)
-    outbox.enqueue(session, job, first, happened, at)
-    session.flush()
 
 
 def _event(

@@ -7,7 +7,7 @@ from one tenant does not hold up another, and no bell decides on the order.
 
 from collections.abc import Collection
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
@@ -15,6 +15,7 @@ from sqlalchemy import (
     Subquery,
     and_,
     bindparam,
+    exists,
     func,
     or_,
     select,
@@ -25,16 +26,16 @@ from sqlalchemy.sql.elements import SQLCoreOperations
 
 from api import queue
 from api.errors import QuotaExceeded
-from api.models import HELD, Job, Status, Tenant
+from api.models import HELD, Job, Status, Tenant, WebhookEndpoint
 from api.settings import settings
-from api.transitions import now
+from api.transitions import CLOCKS, moment, now
 
 CLAIMING = 0x70726563  # the advisory lock of PostgreSQL under which jobs are claimed
 RETRY_AFTER_S = 30  # a queue of long jobs moves slowly; a guess for callers
 
 # Made once: building them takes longer than running them.
-_LIMIT = (
-    select(Tenant.max_queued)
+_LOCK = (
+    select(Tenant.id)
     .where(Tenant.id == bindparam("tenant"))
     .with_for_update(key_share=True)
 )
@@ -42,20 +43,40 @@ _QUEUED = (
     select(func.count())
     .select_from(Job)
     .where(Job.tenant_id == bindparam("tenant"), Job.status == Status.QUEUED)
+    .scalar_subquery()
 )
+_LISTENERS = exists().where(
+    WebhookEndpoint.tenant_id == bindparam("tenant"), WebhookEndpoint.enabled
+)
+_STANDING = {
+    name: select(clock, Tenant.max_queued, _QUEUED, _LISTENERS).where(
+        Tenant.id == bindparam("tenant")
+    )
+    for name, clock in CLOCKS.items()
+}
 
 
-def admit(session: Session, tenant_id: str) -> None:
+class Admission(NamedTuple):
+    """What one look at the database says before a job is written."""
+
+    at: datetime
+    heard: bool  # some endpoint of the tenant may want to know
+
+
+def admit(session: Session, tenant_id: str) -> Admission:
     """Let the tenant queue one more job. Raises QuotaExceeded.
 
     Until the transaction ends, no other one of the tenant's is let in.
     """
     connection, which = session.connection(), {"tenant": tenant_id}
-    own = connection.execute(_LIMIT, which).scalar_one()
+    dialect = connection.dialect.name
+    if dialect == "postgresql":  # before the count, which then sees who held the lock
+        connection.execute(_LOCK, which)
+    at, own, queued, heard = connection.execute(_STANDING[dialect], which).one()
     limit = settings().max_queued if own is None else own
-    queued = connection.execute(_QUEUED, which).scalar_one()
     if queued >= limit:
         raise QuotaExceeded("queued_jobs", queued, limit, RETRY_AFTER_S)
+    return Admission(moment(at), heard)
 
 
 def serialize(session: Session) -> None:

@@ -68,8 +68,9 @@ class StorageQuota(APIError):
 
     def __init__(self, size: int, used_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"{size} bytes do not fit: your uploads take {used_bytes} of {limit_bytes}; "
-            "delete models or datasets, or ask the operator for more",
+            f"{size} bytes do not fit: your uploads and the files of your jobs take "
+            f"{used_bytes} of {limit_bytes}; delete models, datasets or jobs, or ask "
+            "the operator for more",
             used_bytes=used_bytes,
             limit_bytes=limit_bytes,
         )

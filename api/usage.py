@@ -5,18 +5,18 @@ rows are kept.
 """
 
 from datetime import datetime, timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
-from sqlalchemy import Select, case, func, select
+from sqlalchemy import case, func, select
 from sqlalchemy.orm import Session
 
 from api import storage_quota
 from api.access import DB, Caller
 from api.errors import InvalidParameter
 from api.filters import Moment
-from api.models import FINAL, HELD, Artifact, Job, KeptResult, Status
+from api.models import FINAL, HELD, Job, KeptResult, Status
 from api.strict import StrictRoute
 from api.tallies import seconds
 from api.transitions import now
@@ -51,8 +51,9 @@ class JobsNow(BaseModel):
 class StorageUsage(BaseModel):
     """Bytes that are stored for the tenant.
 
-    `uploads_bytes` are models and datasets, with those on their way in; results are
-    kept so that a second job on the same model is quick.
+    `uploads_bytes` are models and datasets, with those on their way in; `artifacts_bytes`
+    what jobs left. Both count in the tenant's quota. Results are kept so that a second
+    job on the same model is quick, and do not count.
     """
 
     uploads_bytes: int
@@ -140,18 +141,11 @@ def _devices(
 
 
 def _storage(session: Session, tenant_id: str) -> StorageUsage:
-    artifacts = select(func.sum(Artifact.bytes)).where(
-        Artifact.tenant_id == tenant_id, Artifact.purged_at.is_(None)
-    )
     results = select(func.sum(KeptResult.bytes)).where(
         KeptResult.tenant_id == tenant_id
     )
     return StorageUsage(
-        uploads_bytes=storage_quota.used_bytes(session, tenant_id),
-        artifacts_bytes=_total(session, artifacts),
-        results_bytes=_total(session, results),
+        uploads_bytes=storage_quota.uploads_bytes(session, tenant_id),
+        artifacts_bytes=storage_quota.artifacts_bytes(session, tenant_id),
+        results_bytes=int(session.scalar(results) or 0),
     )
-
-
-def _total(session: Session, query: Select[Any]) -> int:
-    return int(session.scalar(query) or 0)

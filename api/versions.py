@@ -1,4 +1,10 @@
-"""The version of the API by its date: each answer names it, and a request may pin it."""
+"""The version of the API by its date: each answer names it.
+
+A key is made for one, the newest there is unless somebody says which, and a request may
+ask for another.
+"""
+
+from typing import Literal
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -6,8 +12,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api import problems
 from api.errors import UnknownVersion
 
-CURRENT = "2026-11-01"
+Version = Literal["2026-11-01"]
+CURRENT: Version = "2026-11-01"
+SERVED: tuple[str, ...] = (CURRENT,)
 HEADER = "API-Version"
+
+
+def answering(asked: str | None, pinned: str | None) -> str:
+    """Return the version that answers: what the request asks for, or its key's.
+
+    Raises UnknownVersion where the key's is not served any more.
+    """
+    if asked is not None:  # `Versions` has refused what is not served
+        return asked.strip()
+    if pinned not in (None, *SERVED):
+        raise UnknownVersion(str(pinned), CURRENT)
+    return pinned or CURRENT
 
 
 class Versions:
@@ -19,7 +39,7 @@ class Versions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         asked = Headers(scope=scope).get(HEADER) if scope["type"] == "http" else None
-        if asked is None or asked.strip() == CURRENT:
+        if asked is None or asked.strip() in SERVED:
             await self.app(scope, receive, send)
             return
         refusal = UnknownVersion(asked, CURRENT)

@@ -24,9 +24,15 @@ class Best(BaseModel):
 
 
 class Progress(BaseModel):
-    """How far a job got; 100 percent is for final states."""
+    """How far a job got; 100 percent is for final states.
+
+    Of `trials_planned` measurements that its last attempt asked for so far,
+    `trials_done` are there; those of earlier jobs that were read count as well.
+    """
 
     percent: float
+    trials_done: int
+    trials_planned: int
     eta_seconds: float | None
     best: Best | None  # None: nothing has been chosen yet
 
@@ -49,6 +55,16 @@ class Durations(BaseModel):
 
     queued_seconds: float | None
     running_seconds: float | None
+
+
+class Provenance(BaseModel):
+    """What computed a job; the report has all of it."""
+
+    service_version: str
+    torch: str
+    code_sha256: str  # of the numerics' own files
+    seed: int
+    versions: dict[str, str]
 
 
 class ListedJob(BaseModel):
@@ -74,12 +90,14 @@ class ListedJob(BaseModel):
 
 
 class JobView(ListedJob):
-    """A job. `result` is there once it succeeded.
+    """A job. `result` and `provenance`, of what computed it, are there once it
+    succeeded.
 
     `queue_position` counts from 1, and is a forecast: others may come first.
     """
 
     queue_position: int | None
+    provenance: Provenance | None
     result: Json | None
 
 
@@ -169,8 +187,12 @@ class FrontView(BaseModel):
 
 def job(row: Job, queue_position: int | None = None) -> JobView:
     """Return a job with its result, and its place in the queue where that is known."""
-    fields = _job_fields(row)
-    return JobView(**fields, queue_position=queue_position, result=_result(row))
+    return JobView(
+        **_job_fields(row),
+        queue_position=queue_position,
+        provenance=_provenance(row),
+        result=_result(row),
+    )
 
 
 def listed_job(row: Job) -> ListedJob:
@@ -201,8 +223,13 @@ def _job_fields(row: Job) -> Json:
 
 
 def _progress(row: Job) -> Progress:
-    percent = round(row.percent, 1)
-    return Progress(percent=percent, eta_seconds=row.eta_s, best=_best(row))
+    return Progress(
+        percent=round(row.percent, 1),
+        trials_done=row.trials_done,
+        trials_planned=row.trials_planned,
+        eta_seconds=row.eta_s,
+        best=_best(row),
+    )
 
 
 def _best(row: Job) -> Best | None:
@@ -242,12 +269,24 @@ def _has_result(row: Job) -> bool:
     return row.status is Status.SUCCEEDED and row.deleted_at is None
 
 
+def _provenance(row: Job) -> Provenance | None:
+    """Return what computed a job. None: it has not succeeded, or before this was kept."""
+    said = (row.summary or {}).get("provenance")
+    if said is None or not _has_result(row):
+        return None
+    versions = said["versions"]
+    return Provenance(
+        service_version=versions["precision"], torch=versions["torch"], **said
+    )
+
+
 def _result(row: Job) -> Json | None:
     if not _has_result(row):
         return None
     report = f"/v1/jobs/{row.id}/report?format="
     links = {"json": f"{report}json", "html": f"{report}html"}
-    return {**(row.summary or {}), "outcome": row.outcome, "report": links}
+    shown = {k: v for k, v in (row.summary or {}).items() if k != "provenance"}
+    return {**shown, "outcome": row.outcome, "report": links}
 
 
 def event(row: JobEvent) -> Json:

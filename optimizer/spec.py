@@ -137,9 +137,15 @@ class OptimizeSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON, lists for tuples."""
-        lists = {"formats": list(self.formats), "exports": list(self.exports)}
-        training = self.training.to_json() if self.training else None
-        return {**asdict(self), **lists, "training": training}
+        nested = {
+            "formats": list(self.formats),
+            "exports": list(self.exports),
+            "latency_sla": asdict(self.latency_sla),
+            "workload": asdict(self.workload),
+            "stack": dict(self.stack) if self.stack is not None else None,
+            "training": self.training.to_json() if self.training else None,
+        }
+        return {f.name: getattr(self, f.name) for f in fields(self)} | nested
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "OptimizeSpec":

@@ -43,6 +43,7 @@ class Progress(NamedTuple):
     phase: str
     percent: float  # of the whole job
     eta_s: float | None
+    trials: jobs.Trials = jobs.Trials()
 
 
 class Pulse(ABC):
@@ -174,8 +175,8 @@ class Beat(Pulse):
     def _say(self, session: Session, told: list[Progress]) -> Signal:
         # The job's row first, as wherever both are written: no two wait for each other.
         heard = Signal.OK if told else jobs.beat(session, self._claim)
-        for phase, percent, eta_s in told:
-            heard = jobs.progress(session, self._claim, phase, percent, eta_s)
+        for last in told:
+            heard = jobs.progress(session, self._claim, *last)
         if heard is Signal.OK and (piece := self.piece) is not None:
             pieces.beat(session, piece)  # where it is void, it is computed twice
         return heard

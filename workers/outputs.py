@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from optimizer import stack_file
+from optimizer import document_provenance, stack_file
 from optimizer.seal import sealed
+from optimizer.spec import OptimizeSpec
 
 Document = dict[str, Any]
 REPORT = "report.json"  # its worker signs it
@@ -70,3 +71,12 @@ def summarize(document: Document) -> Document:
         "basis": document["hardware"]["basis"],  # of seconds: measured, modelled
         "chosen": next(s for s in validated if s["id"] == "chosen"),
     }
+
+
+def provenance(spec: OptimizeSpec) -> Document:
+    """Return what the job object says of what computed it.
+
+    The worker reads it itself: what computes may be a hostile model's by then.
+    """
+    made = {"versions": document_provenance.versions(), "seed": spec.seed}
+    return {**made, "code_sha256": document_provenance.code_sha256()}

@@ -24,6 +24,7 @@ from workers.patience import insist, look
 logger = logging.getLogger(__name__)
 
 MOST_STACKS = 32  # that a job tells of while it runs; it measures nine
+MOST_TRIALS = 100_000  # that are counted; an honest job has some hundred
 TOO_LONG = "TooLong"  # of a result: it is kept nowhere
 
 
@@ -82,6 +83,8 @@ class JobsBench(Bench):
 
     job: Claim = field(kw_only=True)
     told: int = 0  # stacks that the job's owner was told of
+    wanted: set[str] = field(default_factory=set)  # keys of results asked for so far
+    there: set[str] = field(default_factory=set)  # and those that were had
 
     @classmethod
     def of(cls, claim: Claim, beat: Pulse, worker: str) -> "JobsBench":
@@ -89,6 +92,25 @@ class JobsBench(Bench):
         model = claim.spec.model_sha256
         ids = (claim.job_id, claim.tenant_id, model)
         return cls(*ids, beat, worker, job=claim)
+
+    @property
+    def trials(self) -> jobs.Trials:
+        """How many measurements are there, of those that were asked for so far."""
+        return jobs.Trials(len(self.there), len(self.wanted))
+
+    def read(self, keys: Collection[str]) -> dict[str, str]:
+        """Return the JSON text of each key that is kept, and count them."""
+        # A class with slots is made twice, and `super()` alone knows the first.
+        found = super(JobsBench, self).read(keys)
+        if len(self.wanted) < MOST_TRIALS:
+            self.wanted.update(keys)
+            self.there.update(found)
+        return found
+
+    def finish(self, key: str, text: str | None) -> None:
+        """Keep a piece's result, and count it; see `Bench`."""
+        super(JobsBench, self).finish(key, text)
+        self.there.update({key} & self.wanted)
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Have these computed. Raises Cancelled where the job is not ours any more."""

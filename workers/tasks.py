@@ -163,10 +163,10 @@ def _attempt(claim: Claim, meter: Meter, beat: Beat, *, sparing: bool) -> None:
     def told(phase: str, fraction: float) -> None:
         if phase not in PHASES:
             raise Garbled(f"there is no phase {phase!r}")
-        beat.tell(meter.read(phase, fraction))
+        beat.tell(meter.read(phase, fraction)._replace(trials=bench.trials))
 
-    told("load", 0.0)
     bench = JobsBench.of(claim, beat, _name())
+    told("load", 0.0)
     with workdir.opened() as folder:
         start = relay.start("optimize", claim.spec, folder, sparing=sparing)
         done = relay.compute(start, bench, beat, told, folder)
@@ -183,7 +183,8 @@ def _finalize(claim: Claim, done: Done, folder: Workdir) -> None:
     """Store what came out, then publish it with the job's success, at once."""
     if done.outcome is None:
         raise Garbled("a job has an outcome")
-    outcome, summary = done.outcome, done.summary
+    outcome = done.outcome
+    summary = done.summary | {"provenance": outputs.provenance(claim.spec)}
     if not insist(lambda session: jobs.finalize(session, claim)):
         raise Cancelled
     files = left(folder.output)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from api import db, jobs
 from api.app import create_app
 from api.settings import settings
 from optimizer import hardware
 from optimizer.errors import HardwareError
 from optimizer.hardware import DEVICES
+from tests.api import hooks
 from tests.api.conftest import BODY, Refused, jobs_in_database
 
 ADDED = {
@@ -75,6 +77,19 @@ def test_hardware_is_the_catalogue(client: TestClient, refused: Refused) -> None
     assert h100["stored_weights"] == ["fp8_e4m3", "int4"]
     assert h100["stored_cache"] == ["fp8_e4m3", "fp8_e5m2"]
     assert h100["sources"]
+
+
+def test_a_device_says_how_many_jobs_wait_and_run(client: TestClient) -> None:
+    tenant = hooks.tenant_named("other")
+    first, _ = hooks.submitted(tenant), hooks.submitted(tenant)
+    with db.transaction() as session:
+        assert jobs.claim(session, first, "worker-1") is not None
+    for device in client.get("/v1/hardware").json()["data"]:
+        load = (device["status"], device["queue_depth"], device["running"])
+        wanted = ("busy", 1, 1) if device["id"] == "h100" else ("idle", 0, 0)
+        assert load == wanted, device["id"]
+    assert client.get("/v1/hardware/h100").json()["queue_depth"] == 1
+    assert client.get("/v1/hardware/local").json()["status"] == "idle"
 
 
 def test_an_unknown_device_is_answered_with_the_closest(

@@ -15,6 +15,7 @@ from sqlalchemy import text, update
 
 from api import auth, db, idempotency, queue, retention, settings
 from api.app import create_app
+from api.callers import Caller
 from api.errors import InvalidParameter
 from api.models import IdempotencyKey
 from tests.api.conftest import BODY, Refused, jobs_in_database, write_model
@@ -196,7 +197,8 @@ def test_a_key_that_is_in_use_is_told(
     with served(data_dir, monkeypatch) as client:
         with db.transaction() as session:
             tenant = str(session.scalar(text("SELECT id FROM tenants")))
-            once = idempotency.Once(tenant, "POST /v1/optimize", "6f1c-aa")
+            caller = Caller(tenant, "key", "personal", frozenset())
+            once = idempotency.Once(caller, "POST /v1/optimize", "6f1c-aa")
             once._lock(session)  # as a request that is being served holds it
             answer = client.post("/v1/optimize", json=BODY, headers=KEY)
         refused(answer, 409, "idempotency_in_progress")

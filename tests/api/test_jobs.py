@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import StatementError
 
-from api import auth, jobs, owners, settings, sweeps
+from api import auth, jobs, owners, settings, sweeps, views
 from api.db import reading, transaction
 from api.errors import NotFound
 from api.jobs import Signal
@@ -157,7 +157,10 @@ def test_percent_never_goes_back_and_stays_below_100(claim: Claim) -> None:
     assert seen == [10.0, 55.0, 55.0, 99.9, 99.9, 99.9]
 
 
-def test_progress_events_are_coalesced_but_the_row_is_not(claim: Claim) -> None:
+def test_progress_events_are_coalesced_but_the_row_is_not(
+    claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "PROGRESS_EVERY_S", 60.0)  # twenty writes may take one
     for percent in range(1, 21):
         with transaction() as session:
             jobs.progress(session, claim, "sweep", float(percent))
@@ -172,6 +175,15 @@ def test_progress_events_are_coalesced_but_the_row_is_not(claim: Claim) -> None:
     assert last.type == "job.progress"
     assert last.details["percent"] == 21.0
     assert last.details["eta_seconds"] == 7.0
+
+
+def test_trials_are_counted_with_progress(claim: Claim) -> None:
+    with transaction() as session:
+        jobs.progress(session, claim, "sweep", 10.0, None, jobs.Trials(3, 9))
+    with transaction() as session:
+        jobs.progress(session, claim, "sweep", 11.0)  # one that does not know them
+    progress = views.job(read(claim.job_id)).progress
+    assert (progress.trials_done, progress.trials_planned) == (3, 9)
 
 
 def test_eta_follows_from_what_is_done(claim: Claim) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from api import audit, auth, db
+from api import audit, auth, db, versions
 from api.app import create_app
 from api.models import ApiKey, now
 from tests.api.conftest import Json, Refused
@@ -43,6 +43,27 @@ def made(client: TestClient, **changes: Any) -> Json:
 
 def works(client: TestClient, key: str) -> int:
     return client.get("/v1/jobs", headers=bearer(key)).status_code
+
+
+def test_a_key_is_for_a_version_of_the_api(
+    admin: TestClient, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = "2027-03-01"
+    new = made(admin)
+    assert new["api_version"] == versions.CURRENT
+    unknown = admin.post(KEYS, json=READER | {"api_version": later})
+    refused(unknown, 422, "validation_error")
+
+    # What will be, once there is a second version: both are served, then the first.
+    monkeypatch.setattr(versions, "SERVED", (versions.CURRENT, later))
+    with db.transaction() as session:
+        auth.by_id(session, new["id"]).api_version = later
+    asked = {**bearer(new["key"]), "API-Version": versions.CURRENT}
+    answers = [admin.get("/v1/jobs", headers=h) for h in (bearer(new["key"]), asked)]
+    assert [a.headers["api-version"] for a in answers] == [later, versions.CURRENT]
+    monkeypatch.setattr(versions, "SERVED", (versions.CURRENT,))
+    gone = admin.get("/v1/jobs", headers=bearer(new["key"]))
+    refused(gone, 400, "unknown_version")
 
 
 def test_a_key_is_made_shown_once_and_works(admin: TestClient) -> None:

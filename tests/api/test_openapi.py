@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
@@ -31,6 +33,16 @@ def operations(app: FastAPI) -> list[dict[str, Any]]:
 def test_the_file_is_what_the_service_serves(app: FastAPI) -> None:
     message = "`python -m api.openapi` writes it down"
     assert openapi.FILE.read_text("utf-8") == openapi.text(app), message
+
+
+def test_yaml_says_the_same_in_the_same_order(app: FastAPI) -> None:
+    with TestClient(app) as client:
+        answer = client.get("/openapi.yaml")
+        assert client.head("/openapi.yaml").status_code == 200
+    assert answer.headers["content-type"] == "application/yaml"
+    read = yaml.safe_load(answer.text)
+    assert read == openapi.describe(app)
+    assert list(read["paths"]) == list(openapi.describe(app)["paths"])
 
 
 def test_it_is_openapi_3_1(app: FastAPI) -> None:

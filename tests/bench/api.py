@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -31,6 +32,7 @@ CONNECTIONS = 16
 ROUNDS = 5
 ROUND_S = 4.0
 SOAK = 50_000
+SOAK_PARTS = 5
 STREAMS = 200
 BODY = {
     "model": "tiny",
@@ -219,14 +221,22 @@ def compare(name: str, ours: Target, bare: Target) -> Row:
     return row
 
 
-def soak(target: Target, pid: int) -> Row:
-    """Print the server's memory before and after many requests."""
+def soak(target: Target, pid: int) -> dict[str, list[float]]:
+    """Print the server's memory over many requests: a leak grows by as much each time."""
     ask(target, count=SOAK // 10)
-    before = psutil.Process(pid).memory_info().rss / 2**20
-    ask(target, count=SOAK)
-    grown = psutil.Process(pid).memory_info().rss / 2**20 - before
-    print(f"memory: {before:.1f} MiB, {grown:+.1f} MiB over {SOAK} requests")
-    return {"before_mib": before, "grown_mib": grown}
+    found = [_rss_mib(pid)]
+    for _ in range(SOAK_PARTS):
+        ask(target, count=SOAK // SOAK_PARTS)
+        found.append(_rss_mib(pid))
+    grown = [after - before for before, after in pairwise(found)]
+    said = ", ".join(f"{mib:+.1f}" for mib in grown)
+    each = SOAK // SOAK_PARTS
+    print(f"memory: {found[0]:.1f} MiB, then {said} MiB over {each} requests each")
+    return {"mib": found}
+
+
+def _rss_mib(pid: int) -> float:
+    return float(psutil.Process(pid).memory_info().rss / 2**20)
 
 
 async def _handles(target: Target, pid: int, database: Path) -> int:
@@ -300,6 +310,7 @@ def main() -> None:
             "PRECISION_REQUESTS_PER_MINUTE": "1000000",
             "PRECISION_CREATES_PER_MINUTE": "1000000",
             "PRECISION_STREAMS_PER_KEY": str(2 * STREAMS),
+            "MALLOC_ARENA_MAX": "2",  # as the image and `precision serve` have it
             "PYTHONPATH": os.pathsep.join([str(folder), str(Path.cwd())]),
         }
         os.environ.update(environment)
@@ -315,7 +326,7 @@ def main() -> None:
         create = (ours, http("POST", "/v1/optimize", key, BODY))
         event_stream = "Accept: text/event-stream\r\n"
         follow = (ours, http("GET", f"{jobs}/events", key, more=event_stream))
-        found = {
+        found: dict[str, object] = {
             "get": compare(
                 "GET /v1/jobs/{id}", read, (bare, http("GET", f"/jobs/{job_id}", key))
             ),
