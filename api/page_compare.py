@@ -1,7 +1,7 @@
 """Two jobs side by side: figures with their difference, and where the stacks differ."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from api import page_words
@@ -9,6 +9,9 @@ from api.views import JobView
 from optimizer import units
 
 Json = dict[str, Any]
+
+# What depends on the model and the text that it was measured on.
+OF_TEXT = frozenset({"kl_nats", "perplexity", "top1_agreement", "fallback"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Compared:
     requests: list[Pair]
     components: list[Pair]
     layers: list[tuple[int, list[Pair]]]  # those where something differs
+    same_text: bool  # of the same model on the same data: what they lose compares
 
 
 def compare(first: JobView, second: JobView) -> Compared:
@@ -52,18 +56,23 @@ def compare(first: JobView, second: JobView) -> Compared:
     a, b = first.result or {}, second.result or {}
     stacks = a["precision_stack"], b["precision_stack"]
     names = list(dict.fromkeys([*stacks[0], *stacks[1]]))
+    same_text = all(
+        first.request.get(name) == second.request.get(name)
+        for name in ("model", "data_distribution")
+    )
     return Compared(
-        figures=_figures(a["chosen"], b["chosen"]),
+        figures=_figures(a["chosen"], b["chosen"], same_text),
         requests=_requests(first.request, second.request),
         components=[
             Pair(page_words.component(n), *(_shown(s.get(n)) for s in stacks))
             for n in names
         ],
         layers=_layers(a.get("layers") or [], b.get("layers") or []),
+        same_text=same_text,
     )
 
 
-def _figures(a: Json, b: Json) -> list[Figure]:
+def _figures(a: Json, b: Json, same_text: bool) -> list[Figure]:
     plain = (
         ("Per output token", "per_token_s", units.seconds, True),
         ("To the first token", "first_token_s", units.seconds, True),
@@ -75,8 +84,15 @@ def _figures(a: Json, b: Json) -> list[Figure]:
         ("Weights in FP8", "fp8_share", units.share, None),
         ("Tokens beyond FP8", "fallback", units.share, True),
     )
-    return [
+    found = [
         _figure(name, a.get(k), b.get(k), say, less) for name, k, say, less in plain
+    ]
+    if same_text:
+        return found
+    lost = {name for name, key, _, _ in plain if key in OF_TEXT}
+    return [
+        replace(f, change=units.MISSING, tone="even") if f.name in lost else f
+        for f in found
     ]
 
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from api import catalog, catalog_views, datasets, estimate_views, hardware
 from api.access import DB
 from api.errors import NotFound
-from api.model_files import MODEL_FILES
+from api.model_files import MODEL_FILES, NEEDED
 from api.page_render import page
 from api.pages import PageRoute, Visitor
 from api.settings import settings
@@ -36,7 +36,7 @@ def models_page(
         first="/ui/models" if after else None,
         can_write="models:write" in visitor.scopes,
         limit=settings().max_model_bytes,
-        allowed=", ".join(MODEL_FILES),
+        allowed=", ".join(name for name in MODEL_FILES if name not in NEEDED),
     )
 
 

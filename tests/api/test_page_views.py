@@ -154,3 +154,15 @@ def test_what_differs_is_marked_and_what_cannot_be_told_apart_is_not() -> None:
     assert [pair.name for pair in found.requests if not pair.same] == ["Hardware"]
     assert [layer for layer, _ in found.layers] == [0]
     assert compare(first, first).layers == []
+
+
+def test_losses_on_other_text_are_not_compared() -> None:
+    first, second = job(kl_nats=interval(0.01, 0.001)), job(kl_nats=interval(1, 0.1))
+    assert {r.name: r.tone for r in compare(first, second).figures}[
+        "KL from the reference"
+    ] == "bad"
+    second.request["data_distribution"] = "code"
+    found = compare(first, second)
+    (row,) = (r for r in found.figures if r.name == "KL from the reference")
+    assert (found.same_text, row.change, row.tone) == (False, "—", "even")
+    assert [r.tone for r in found.figures if r.name == "Per output token"] == ["even"]
