@@ -81,7 +81,7 @@ class Timed:
     error: float
 
 
-@lru_cache(maxsize=1 << 15)
+@lru_cache(maxsize=1 << 13)
 def timed(
     shape: SiteShape,
     choice: Choice,
@@ -244,7 +244,7 @@ def _attention(case: _Case) -> Timed:
     return replace(wide, seconds=seconds)
 
 
-@lru_cache(maxsize=1 << 14)  # three sites, whatever they choose, are one kernel
+@lru_cache(maxsize=1 << 12)  # three sites, whatever they choose, are one kernel
 def _wide(
     sizes: tuple[int, int, int, int | None],
     device: Device,
