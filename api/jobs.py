@@ -146,6 +146,20 @@ def events(
     return list(session.scalars(query))
 
 
+def events_of(
+    session: Session, tenant_id: str, job_id: str, type_: str, limit: int
+) -> list[JobEvent]:
+    """Return the events of one type, oldest first."""
+    query = (
+        select(JobEvent)
+        .where(JobEvent.job_id == job_id, JobEvent.tenant_id == tenant_id)
+        .where(JobEvent.type == type_)
+        .order_by(JobEvent.seq)
+        .limit(limit)
+    )
+    return list(session.scalars(query))
+
+
 def artifacts(session: Session, tenant_id: str, job_id: str) -> list[Artifact]:
     """Return what the job published, by name. Raises NotFound."""
     get(session, tenant_id, job_id)
@@ -226,6 +240,12 @@ def tried(session: Session, claim: Claim, stacks: list[dict[str, Any]]) -> bool:
     running = holds(claim, Status.RUNNING)
     happened: list[Event] = [("job.trial_completed", stack) for stack in stacks]
     return move(session, running, now(session), happened) is not None
+
+
+def trained(session: Session, claim: Claim, losses: dict[str, Any]) -> bool:
+    """Tell the owner of a run's losses. False: the claim is void."""
+    running = holds(claim, Status.RUNNING)
+    return move(session, running, now(session), [("job.losses", losses)]) is not None
 
 
 def warn(session: Session, claim: Claim, code: str, message: str) -> bool:

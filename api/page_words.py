@@ -19,6 +19,14 @@ PHASES = {  # in the order in which a job goes through them
     "export": "Export",
     "report": "Report",
 }
+OF_TRAINING = {  # what the phases of a probe are
+    "load": "Load",
+    "calibrate": "fp32, twice",
+    "sweep": "Candidates",
+    "validate": "Promotions",
+    "export": "Export",
+    "report": "Report",
+}
 STATES = {  # sign, word: never told by color alone
     "queued": ("○", "Queued"),
     "running": ("◐", "Running"),
@@ -83,10 +91,11 @@ EVERY_EVENT = " ".join(
     (
         *EVENTS,
         *("job.progress", "job.phase_changed", "job.warning", "job.trial_completed"),
+        "job.losses",
         "artifact.created",
     )
 )
-UNTOLD = frozenset({"job.progress"})  # the bar shows it
+UNTOLD = frozenset({"job.progress", "job.losses"})  # the bar and the curves show them
 
 
 def state(status: str, outcome: str | None = None) -> tuple[str, str, str]:
@@ -99,6 +108,11 @@ def state(status: str, outcome: str | None = None) -> tuple[str, str, str]:
     tones = {"failed": "bad", "succeeded": "good", "queued": "even"}
     live = status not in {str(final) for final in FINAL}
     return sign, word, tones.get(status, "live" if live else "even")
+
+
+def phases(trains: bool) -> dict[str, str]:
+    """Return the phases of a job in its order, by name."""
+    return OF_TRAINING if trains else PHASES
 
 
 def component(name: str) -> str:
@@ -170,7 +184,8 @@ def progress(job: Any) -> str:
     if job.status is Status.RUNNING:
         left = job.progress.eta_seconds
         more = f", about {duration(left)} left" if left is not None else ""
-        return f"{PHASES.get(job.phase or '', 'Starting')}{more}."
+        names = phases(bool(job.request.get("training")))
+        return f"{names.get(job.phase or '', 'Starting')}{more}."
     if job.status in (Status.FINALIZING, Status.CANCELLING):
         return f"{STATES[job.status][1]}."
     return ""

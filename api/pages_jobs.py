@@ -13,6 +13,7 @@ from api import (
     jobs,
     owners,
     page_compare,
+    page_losses,
     page_plot,
     page_words,
     views,
@@ -107,6 +108,7 @@ def job_page(job_id: str, request: Request, visitor: Visitor, session: DB) -> Re
         last_seq=found[-1]["seq"] if found else 0,
         files=_files(jobs.artifacts(session, visitor.tenant_id, job_id)),
         front=page_plot.of_jobs([_points(view, found)], _sla_s(view)),
+        losses=page_losses.drawn(_losses(session, visitor, job_id)),
         can_write="jobs:write" in visitor.scopes,
     )
 
@@ -215,6 +217,11 @@ def _sla_s(view: views.JobView) -> float | None:
     sla = view.request.get("latency_sla") or {}
     seconds: float | None = sla.get("per_token_s")
     return seconds
+
+
+def _losses(session: Session, visitor: Caller, job_id: str) -> list[dict[str, Any]]:
+    told = jobs.events_of(session, visitor.tenant_id, job_id, "job.losses", MAX_EVENTS)
+    return [event.details for event in told]
 
 
 def _points(view: views.JobView, events: list[dict[str, Any]]) -> page_plot.Drawn:

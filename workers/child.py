@@ -7,6 +7,7 @@ broker and no key: what it needs kept or shared, it asks its worker for.
 
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -28,8 +29,11 @@ from workers.sharing import Kept, Shared, assist
 logger = logging.getLogger(__name__)
 
 TELL_S = 0.2  # progress is told at most this often
+LOSSES_TOLD = 12  # tellings of one run's losses
 
 Reply = dict[str, Any]
+Run = tuple[str, int, bool]
+"""Of a training: the candidate, the order of its data, whether it was promoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class Line:
         self._channel = channel
         self.phase = "load"
         self._told_at = 0.0
+        self._heard: dict[Run, int] = {}  # losses told, by run
 
     def tell(self, phase: str, fraction: float, detail: str = "") -> None:
         """Say how far a phase is; called often, said now and then."""
@@ -139,6 +144,17 @@ class Line:
     def measured(self, stacks: list[dict[str, Any]]) -> None:
         """Tell of whole stacks that were measured."""
         self._ask("measured", stacks=stacks)
+
+    def losses(self, run: Run, losses: Sequence[float], steps: int) -> None:
+        """Tell of a run's losses, some steps at a time."""
+        told = self._heard.get(run, 0)
+        if len(losses) < min(steps, told + max(1, steps // LOSSES_TOLD)):
+            return
+        self._heard[run] = len(losses)
+        new = [x if math.isfinite(x) else None for x in losses[told:]]
+        name, order, promoted = run
+        said: dict[str, Any] = {"run": name, "order": order, "promoted": promoted}
+        self._ask("losses", **said, first=told, losses=new, steps=steps)
 
     def drop(self, keys: Collection[str]) -> None:
         """Take these away: their results were read."""
@@ -218,10 +234,19 @@ def optimize(start: Start, line: Line) -> None:
 
 def train(start: Start, line: Line) -> None:
     """Probe a training, and write what its owner gets."""
+    from optimizer.training.candidates import Candidate
     from optimizer.training.job import train
     from workers import training_outputs
 
-    document = train(OptimizeSpec.from_json(start.spec), line.tell, Shared(line))
+    spec = OptimizeSpec.from_json(start.spec)
+    assert spec.training is not None
+    steps = spec.training.steps
+
+    def heard(candidate: Candidate, order: int, losses: Sequence[float]) -> None:
+        run = (candidate.name, order, bool(candidate.promotions))
+        line.losses(run, losses, steps)
+
+    document = train(spec, line.tell, Shared(line), heard)
     training_outputs.write(Path(start.folder) / "out", document)
     summary = training_outputs.summarize(document)
     line.done(document["verdict"]["outcome"], summary)

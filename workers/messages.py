@@ -116,6 +116,7 @@ class Drop(_Message):
 
 
 Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Loss = Annotated[float, Field(allow_inf_nan=False)]
 Nats = Annotated[float, Field(ge=-1, le=1e6, allow_inf_nan=False)]
 
 
@@ -135,6 +136,18 @@ class Measured(_Message):
 
     do: Literal["measured"]
     stacks: Annotated[list[MeasuredStack], Field(max_length=64)]
+
+
+class Losses(_Message):
+    """Losses of a training's run, as it goes; its owner may see them before the end."""
+
+    do: Literal["losses"]
+    run: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]  # the candidate
+    order: Annotated[int, Field(ge=0, le=1)]  # of the data; 1: that of the noise floor
+    promoted: bool  # with some products in something wider
+    first: Annotated[int, Field(ge=0, le=5000)]  # the step of the first loss
+    losses: Annotated[list[Loss | None], Field(max_length=5000)]  # None: not finite
+    steps: Annotated[int, Field(ge=1, le=5000)]  # of the whole run
 
 
 class Done(_Message):
@@ -176,6 +189,7 @@ Message = (
     | Underway
     | Drop
     | Measured
+    | Losses
     | Done
     | Failed
 )

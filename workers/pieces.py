@@ -23,6 +23,7 @@ from workers.patience import insist, look
 
 logger = logging.getLogger(__name__)
 
+MOST_LOSSES = 1000  # tellings of a job's losses
 MOST_STACKS = 32  # that a job tells of while it runs; it measures nine
 MOST_TRIALS = 100_000  # that are counted; an honest job has some hundred
 TOO_LONG = "TooLong"  # of a result: it is kept nowhere
@@ -152,6 +153,17 @@ class JobsBench(Bench):
         rows_told = stacks[: MOST_STACKS - self.told]
         self.told += len(rows_told)
         if rows_told and not insist(lambda s: jobs.tried(s, self.job, rows_told)):
+            raise Cancelled(f"job {self.job_id} is another worker's, or stopping")
+
+    def losses(self, losses: dict[str, Any]) -> None:
+        """Tell the job's owner of a run's losses; not more often than there are runs.
+
+        Raises Cancelled where the job is another worker's, or stopping.
+        """
+        self.told += 1
+        if self.told > MOST_LOSSES:
+            return
+        if not insist(lambda session: jobs.trained(session, self.job, losses)):
             raise Cancelled(f"job {self.job_id} is another worker's, or stopping")
 
 

@@ -16,7 +16,7 @@ from optimizer.training.candidates import Arithmetic, Candidate, unusable
 from optimizer.training.document import About
 from optimizer.training.gemms import bare
 from optimizer.training.probe import probe
-from optimizer.training.work import TrainingWork
+from optimizer.training.work import Heard, TrainingWork, unheard
 
 Progress = Callable[[str, float, str], None]
 """(phase, fraction of it, detail), called at each step; raises Cancelled to stop."""
@@ -50,9 +50,12 @@ class _Meter:
 
 
 def train(
-    spec: OptimizeSpec, progress: Progress, pieces: Pieces | None = None
+    spec: OptimizeSpec,
+    progress: Progress,
+    pieces: Pieces | None = None,
+    heard: Heard = unheard,
 ) -> dict[str, Any]:
-    """Probe a training, and return its report's document.
+    """Probe a training, and return its report's document; `heard` is told of losses.
 
     Raises ModelError, DatasetError or SpecError before the first step where the request
     cannot be served, and whatever `progress` raises.
@@ -60,7 +63,7 @@ def train(
     assert spec.training is not None
     meter = _Meter(progress)
     meter.tick()
-    work = TrainingWork(spec, pieces or Memory(), meter.steps, meter.tick)
+    work = TrainingWork(spec, pieces or Memory(), meter.steps, meter.tick, heard)
     data = work.tokens  # before the model: a folder of weights may be large
     target = None if spec.hardware == LOCAL else device(spec.hardware)
     found = probe(

@@ -36,8 +36,16 @@ MOST_TOKENS = 1 << 22  # that are read of the data; a longer run sees them again
 HELD_OUT = 16  # sequences that no run trains on
 
 
+Heard = Callable[[Candidate, int, Sequence[float]], None]
+"""Hears, after a step, of which run it was, in which order, and the losses so far."""
+
+
 def silent(done: int, planned: int) -> None:
     """Tell nobody."""
+
+
+def unheard(candidate: Candidate, order: int, losses: Sequence[float]) -> None:
+    """Tell nobody of losses."""
 
 
 @dataclass(eq=False)
@@ -48,6 +56,7 @@ class TrainingWork:
     pieces: Pieces
     told: Told = silent  # hears of steps
     on_step: Callable[[], None] = lambda: None
+    heard: Heard = unheard
     _live: tuple[str, Run] | None = field(init=False, default=None)
 
     @property
@@ -160,6 +169,7 @@ class TrainingWork:
 
         def stepped(done: int, planned: int) -> None:
             self.told(self._there + done - first, self._planned)
+            self.heard(candidate, order, run.figures.losses)
             self.on_step()
 
         run.run(until, stepped)
