@@ -8,6 +8,7 @@ from fastapi.testclient import TestClient
 
 from api import jobs, storage
 from api.db import transaction
+from api.page_losses import drawn
 from optimizer.training.spec import TASKS, TASKS_OF
 from tests.api.conftest import Refused
 
@@ -202,6 +203,45 @@ def test_the_page_of_a_probes_job_speaks_of_training(
     assert "Recommended" in page
     for of_serving in ("Pareto front", "KL from the reference", "Per output token"):
         assert of_serving not in page
+
+
+def test_losses_are_drawn_as_they_come(client: TestClient) -> None:
+    job_id = str(post(client).json()["id"])
+    address = f"/ui/jobs/{job_id}"
+    assert "No step is done yet" in client.get(address).text
+    one = {"order": 0, "promoted": False, "steps": 4}
+    with transaction() as session:
+        claim = jobs.claim(session, job_id, "worker-1")
+        assert claim is not None
+        for told in (
+            {**one, "run": "fp32", "first": 0, "losses": [3.0, 2.0, 1.5, 1.0]},
+            {**one, "run": "fp32", "order": 1, "first": 0, "losses": [3.0, 2.5]},
+            {**one, "run": "fp16", "first": 0, "losses": [3.0, None]},
+            {**one, "run": "fp16", "first": 2, "losses": [2.5]},
+        ):
+            assert jobs.trained(session, claim, told)
+    page = client.get(address).text
+    for name in ("fp32", "fp32, other order", "fp16"):
+        assert f"<title>{name}</title>" in page
+    assert "No step is done yet" not in page
+    assert "Candidates" in page  # a phase, as a probe calls it
+    events = client.get(f"/v1/jobs/{job_id}/events").json()["data"]
+    assert [e["type"] for e in events].count("job.losses") == 4
+
+
+def test_a_curve_by_hand() -> None:
+    def told(run: str, first: int, *losses: float | None) -> dict[str, Any]:
+        plain = {"order": 0, "promoted": False, "steps": 3}
+        return {"run": run, "first": first, "losses": [*losses], **plain}
+
+    # Losses of 0 to 1 on a scale from -0.06 to 1.18: y = 350 - 334 (loss + 0.06) / 1.24
+    found = drawn([told("fp32", 0, 1.0, 0.5), told("fp32", 2, 0.0)])
+    assert found is not None
+    assert [c.path for c in found.curves] == ["M64.0 64.5L474.0 199.2L884.0 333.8"]
+    again = drawn([told("fp32", 0, 9.0, 9.0), told("fp32", 0, 1.0, 0.5, 0.0)])
+    assert again == found  # a run that begins again takes the place of what was told
+    assert drawn([]) is None
+    assert drawn([told("fp32", 0, None, None)]) is None
 
 
 def test_a_probes_job_can_be_compared(client: TestClient, done: str) -> None:

@@ -5,6 +5,7 @@ the name of the job's model says what it does. The walls are the real ones.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -181,6 +182,13 @@ def boast(start: Start, line: Line) -> None:
     finish(start, line)
 
 
+def lose(start: Start, line: Line) -> None:
+    """Tell of losses, one of them not a number."""
+    for step in range(1, 25):
+        line.losses(("fp16", 0, False), [1.0] * (step - 1) + [math.nan], 24)
+    finish(start, line)
+
+
 def babble(start: Start, line: Line) -> None:
     """Tell of a stack that there cannot be."""
     line.measured([{**MEASURED, "per_token_s": "<script>"}])
@@ -263,6 +271,7 @@ DEEDS: dict[str, Callable[[Start, Line], None]] = {
     "pickle": write(frame({"do": "done", "outcome": "free", "summary": {}})),
     "boast": boast,
     "babble": babble,
+    "lose": lose,
     "steal": steal,
     "poison": poison,
     "sleep": sleep,

@@ -20,6 +20,7 @@ from optimizer.spec import OptimizeSpec
 from tests.service import eventually
 from tests.workers.rogue import MEASURED
 from workers import relay, workdir
+from workers.child import LOSSES_TOLD
 from workers.pieces import MOST_STACKS
 from workers.tasks import run_job
 
@@ -171,6 +172,17 @@ def test_stacks_are_told_of_as_they_are_measured_up_to_a_limit() -> None:
     assert len(told) == MOST_STACKS
     assert told[0]["kl_nats"] == MEASURED["kl_nats"]
     assert told[0]["status"] == "running"
+
+
+def test_losses_are_told_some_steps_at_a_time() -> None:
+    job = run("lose")
+    assert job.status is Status.SUCCEEDED, job.error
+    with db.reading() as session:
+        found = session.query(JobEvent).filter_by(job_id=job.id, type="job.losses")
+        told = [event.details for event in found.order_by(JobEvent.seq)]
+    assert [event["first"] for event in told] == list(range(0, 24, 24 // LOSSES_TOLD))
+    assert told[-1]["losses"] == [1.0, None]
+    assert (told[-1]["run"], told[-1]["steps"]) == ("fp16", 24)
 
 
 def test_memory_that_ran_out_is_tried_again_with_less(rogue: Path) -> None:

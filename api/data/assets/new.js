@@ -40,6 +40,8 @@ const checked = (name) => [...form.querySelectorAll(`input[name="${name}"]:check
 // Shows the fields of serving or those of training, and what is usual for the task.
 function suit() {
   const task = value("task");
+  if (body.dataset.task !== task) body.replaceChildren(); // what stands there is of another
+  body.dataset.task = task;
   const here = ["train", "serve"][trains() ? 0 : 1];
   for (const part of document.querySelectorAll("[data-when]")) part.hidden = ![here, task].includes(part.dataset.when);
   for (const field of form.querySelectorAll("[data-usual-of]")) field.placeholder = usual[task]?.[field.dataset.usualOf] ?? "";
