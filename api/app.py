@@ -15,6 +15,7 @@ from api import (
     badge,
     catalog,
     checks,
+    creations,
     db,
     diagnose,
     embed,
@@ -83,6 +84,7 @@ def create_app() -> FastAPI:
     app.state.rates = Rates()
     app.state.watcher = Watcher()
     app.state.streams = Streams()
+    app.state.crew = creations.crew()
     problems.install(app)
     app.add_middleware(Bodies, limits=_body_limits())
     app.add_middleware(Versions)

@@ -58,7 +58,7 @@ async def optimize(
 
     `Prefer: wait=N` holds the answer back for up to 60 seconds, until the job ends.
     """
-    made = await run_in_threadpool(creations.create, request, once, body)
+    made = await creations.create_soon(request, once, body)
     return await _waited(request, once.tenant_id, made, preference)
 
 
