@@ -23,6 +23,7 @@ from tests.documents import (
     objects,
     spans,
 )
+from tests.ui.pictures import pages
 
 SETTINGS = {f"PRECISION_{name.upper()}" for name in Settings.model_fields}
 OF_THE_CLIENT = {"PRECISION_URL", "PRECISION_API_KEY"}  # of the command line alone
@@ -139,6 +140,14 @@ def test_the_guide_lists_its_pages() -> None:
     index = (ROOT / "deploy" / "guide" / "README.md").read_text("utf-8")
     others = {page.name for page in GUIDE} - {"README.md"}
     assert [name for name in others if f"]({name})" not in index] == []
+
+
+def test_pictures_are_those_that_are_taken() -> None:
+    """`python -m tests.ui.pictures` takes every picture of the README, and no other."""
+    shown = re.findall(
+        r"!\[[^\]]+\]\(deploy/([\w-]+)\.png\)", README.read_text("utf-8")
+    )
+    assert set(shown) == set(pages(["job_1", "job_2"]))
 
 
 def _rewrite_settings() -> None:
