@@ -3,11 +3,12 @@
 Hooks are there in sampled steps alone. A module that multiplies in FP8 tells its scales
 by a method `fp8_scales() -> {"input": (scale, format), "gradient": …}`, where a value is
 q · scale: from that follows how many values lie beyond the format, and how many become
-zero.
+zero. Of Transformer Engine's modules the scales are read where they keep them.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from optimizer.formats import Format
 from optimizer.training.health import LayerReading
 from optimizer.training.metrics import output_look, plain_name
+from optimizer.training.te_scales import keeps_scales, reads_its_input, te_scales
 
 Scales = Mapping[str, tuple[float, Format]]
 
@@ -58,6 +60,10 @@ class OutputWatch:
             hooks = [_output_hook(seen)]
             if isinstance(module, ScaledModule):
                 hooks.append(_scaled_hook(module.fp8_scales, seen))
+            elif keeps_scales(module):
+                counts = reads_its_input(module)
+                scales = partial(te_scales, module)
+                hooks.append((_scaled_hook if counts else _noted_hook)(scales, seen))
             self._handles += [module.register_forward_hook(hook) for hook in hooks]
 
     def disarm(self) -> dict[str, LayerReading]:
@@ -79,6 +85,16 @@ def _output_hook(seen: _Seen) -> Any:
     return hook
 
 
+def _noted_hook(scales: Callable[[], Scales], seen: _Seen) -> Any:
+    """Note the scales alone: what they are of is not seen from outside."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], y: object) -> None:
+        if torch.is_grad_enabled():
+            seen.scales = dict(scales())
+
+    return hook
+
+
 def _scaled_hook(scales: Callable[[], Scales], seen: _Seen) -> Any:
     """Count what lies beyond the scales that the module multiplies with."""
 
@@ -88,13 +104,14 @@ def _scaled_hook(scales: Callable[[], Scales], seen: _Seen) -> Any:
             scale, fmt = seen.scales[tensor]
             seen.values.setdefault(tensor, []).append(_beyond(x, scale, fmt))
 
-    def hook(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+    def hook(module: nn.Module, args: tuple[Tensor, ...], y: Any) -> None:
         if not torch.is_grad_enabled():
             return
         count("input", args[0])
         count("weight", getattr(module, "weight", None))
-        if y.requires_grad:
-            y.register_hook(lambda gradient: count("gradient", gradient))
+        first: Tensor = y[0] if isinstance(y, tuple) else y
+        if first.requires_grad:
+            first.register_hook(lambda gradient: count("gradient", gradient))
 
     return hook
 
