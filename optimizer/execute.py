@@ -21,6 +21,7 @@ from optimizer.matmul import (
 from optimizer.model import AttentionStep, LoadedModel
 from optimizer.quantize import (
     amax,
+    holds,
     mx_scale,
     nv_scale,
     quantize,
@@ -219,7 +220,8 @@ class WeightCodes:
         if fmt.name == "fp32":
             return weight, None
         if not fmt.scaled:
-            return round_to_format(weight, fmt), None
+            # What was stored in the format is not kept a second time.
+            return weight if holds(weight, fmt) else round_to_format(weight, fmt), None
         scale = self._scale(part, weight, precision)
         return quantize(weight, scale, fmt), scale
 

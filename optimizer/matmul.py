@@ -24,88 +24,6 @@ def _onednn_kernel() -> Any:
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
-_KERNEL = _onednn_kernel()
-_NO_POST_OP: tuple[str, list[float], str] = ("none", [], "")
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x Wᵀ + b without a graph."""
-    if _KERNEL is None or x.numel() == 0 or weight.numel() == 0:
-        return functional.linear(x, weight, bias)
-    product: Tensor = _KERNEL(x, weight, bias, *_NO_POST_OP)
-    return product
-
-
-class _Linear(torch.autograd.Function):
-    """x Wᵀ + b whose gradient goes to x alone: weights are never trained here."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        back: Callable[[Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.back = back
-        return _product(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        return ctx.back(gradients[0].contiguous(), weight), None, None, None
-
-
-def way_back(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return g W in float32: (..., out), (out, in) -> (..., in)."""
-    return _product(gradient, weight.T, None)
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    back: Callable[[Tensor, Tensor], Tensor] = way_back,
-) -> Tensor:
-    """Return x Wᵀ + b in float32: (..., in), (out, in), (out,) -> (..., out).
-
-    Differentiable in x only, by `way_back` or `rough_way_back`.
-    """
-    if torch.is_grad_enabled() and x.requires_grad:
-        y: Tensor = _Linear.apply(x, weight, bias, back)
-        return y
-    return _product(x, weight, bias)
-
-
-# Products of estimates
-
-
-def _has_bf16_products() -> bool:
-    """Whether the processor has instructions for bf16 products: twice as fast."""
-    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # torch >= 2.7
-    return bool(probe and probe())
-
-
-ROUGH = torch.bfloat16 if _has_bf16_products() else torch.float32
-"""What estimates are multiplied in: a share of 2⁻⁹ is nothing beside their noise."""
-
-
-def rough(x: Tensor) -> Tensor:
-    """Return `x` in the precision of estimates, itself where that is float32."""
-    return x.to(ROUGH)
-
-
-def rough_way_back(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return `way_back` in the precision of estimates, float32."""
-    if ROUGH is torch.float32:
-        return way_back(gradient, weight)
-    return (rough(gradient) @ rough(weight)).float()
-
-
-# Products of codes
-
-
 def _has_bf16_units() -> bool:
     """Whether oneDNN multiplies float32 tensors on bf16 units: its tiles (AMX) only.
 
@@ -131,6 +49,126 @@ def _float32_products(precision: str) -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision = before
+
+
+_KERNEL = _onednn_kernel()
+_NO_POST_OP: tuple[str, list[float], str] = ("none", [], "")
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x Wᵀ + b without a graph."""
+    if _KERNEL is None or x.numel() == 0 or weight.numel() == 0:
+        return functional.linear(x, weight, bias)
+    product: Tensor = _KERNEL(x, weight, bias, *_NO_POST_OP)
+    return product
+
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b whose gradient goes to x alone: weights are never trained here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Product,
+        back: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.back = back
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        back = ctx.back(gradients[0].contiguous(), weight)
+        return back, None, None, None, None
+
+
+def way_back(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return g W in float32: (..., out), (out, in) -> (..., in)."""
+    return _product(gradient, weight.T, None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ + b in float32: (..., in), (out, in), (out,) -> (..., out).
+
+    Differentiable in x only.
+    """
+    return _linear(x, weight, bias, _product, way_back)
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    product: Product,
+    back: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        y: Tensor = _Linear.apply(x, weight, bias, product, back)
+        return y
+    return product(x, weight, bias)
+
+
+# Products of estimates
+
+
+def _has_bf16_products() -> bool:
+    """Whether the processor has instructions for bf16 products: twice as fast."""
+    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # torch >= 2.7
+    return bool(probe and probe())
+
+
+ROUGH = torch.bfloat16 if _has_bf16_products() else torch.float32
+"""What estimates are multiplied in: a share of 2⁻⁹ is nothing beside their noise."""
+
+
+def rough(x: Tensor) -> Tensor:
+    """Return `x` in the precision of estimates, itself where that is float32."""
+    return x.to(ROUGH)
+
+
+def rough_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    told: Callable[[Tensor], None] = lambda gradient: None,
+) -> Tensor:
+    """Return `linear` with operands of 8 significant bits where that is faster.
+
+    Sums and results are float32. Differentiable in x only, by `rough_way_back`;
+    `told` hears of the gradient of what is returned, in the precision of estimates.
+    """
+
+    def back(gradient: Tensor, weight: Tensor) -> Tensor:
+        told(rough(gradient))
+        return rough_way_back(gradient, weight)
+
+    return _linear(x, weight, bias, _rough_product, back)
+
+
+def _rough_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if MATMUL_PRECISION == "ieee" or x.numel() == 0:
+        return _product(x, weight, bias)
+    with _float32_products(MATMUL_PRECISION):
+        return functional.linear(x, weight, bias)
+
+
+def rough_way_back(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return `way_back` in the precision of estimates, float32."""
+    if MATMUL_PRECISION == "bf16":  # the bits do not depend on the number of threads
+        return _rough_product(gradient, weight.T, None)
+    if ROUGH is torch.float32:
+        return way_back(gradient, weight)
+    return (rough(gradient) @ rough(weight)).float()
+
+
+# Products of codes
 
 
 def matmul_codes(a: Tensor, b: Tensor) -> Tensor:

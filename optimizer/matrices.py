@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimizer.collapse import SampledRows
+from optimizer.collapse import COLLAPSE_ROWS
 from optimizer.execute import WeightCodes
 from optimizer.matmul import rough
 from optimizer.model import LoadedModel
-from optimizer.rounded import Whole, count, squared_error
+from optimizer.rounded import Whole, count, rounding_error
 from optimizer.sites import LinearPart
 from optimizer.stack import Precision, Role
 from optimizer.sums import Place, Rounding, Sums
-from optimizer.totals import dots_with
+from optimizer.totals import sums_of_squares
 
 ERROR_BYTES = 600 << 20  # of the errors of one matrix's roundings at once
-AT_ONCE = 1 << 18  # elements of a gradient: what a core's cache holds with its errors
+AT_ONCE = 1 << 21  # elements of a gradient: products of few rows take twice the time
 PRODUCT_BYTES = 256 << 20  # of activations and gradients that wait to be scored
 
 
@@ -33,27 +33,26 @@ class Product:
     part: LinearPart
     sequences: Sequence[int]
     gradient: Tensor  # (..., out)
-    rows: Tensor  # (tokens, in)
+    rows: Tensor  # (tokens, in), as the gradient in the precision of estimates
 
     @property
     def bytes(self) -> int:
         """Size of what is kept."""
-        return 4 * (self.gradient.numel() + self.rows.numel())
+        kept = self.gradient.numel() + self.rows.numel()
+        return kept * self.rows.element_size()
 
-    def squared_gradient(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the matrix's own gradient over each sequence, squared.
+    def gradients(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the matrix's own gradient over each sequence, some rows at a time.
 
-        (sequences, rows, in), some rows at a time, so that they are still in the
-        cache when errors are weighted with them.
+        (sequences, rows, in), in the precision of estimates.
         """
         many, (out, width) = len(self.sequences), self.part.weight.shape
-        gradient = rough(self.gradient).reshape(many, -1, out)
-        transposed = gradient.transpose(1, 2).contiguous()  # (sequences, out, tokens)
-        rows = rough(self.rows).view(many, -1, width)
+        transposed = self.gradient.reshape(many, -1, out).transpose(1, 2)
+        rows = self.rows.view(many, -1, width)
         step = max(1, AT_ONCE // (many * width))
         for start in range(0, out, step):
             part = slice(start, start + step)
-            yield part, (transposed[:, part] @ rows).float().square_()
+            yield part, transposed[:, part].contiguous() @ rows
 
 
 class Matrices:
@@ -102,23 +101,29 @@ class Matrices:
     def _score(
         self, products: Sequence[Product], precisions: Sequence[Precision]
     ) -> None:
-        errors = [self._error(products[0].part, p) for p in precisions]
+        every = [self._error(products[0].part, p) for p in precisions]
+        errors = [(sums, rough(error)) for sums, error in every if error is not None]
+        if not errors:
+            return
         for product in products:
-            for part, squared in product.squared_gradient():
+            for part, gradients in product.gradients():
                 for rounding, error in errors:
-                    lost = dots_with(squared, error[part])
-                    rounding.lose(product.sequences, lost)
+                    lost = sums_of_squares(gradients * error[part])
+                    for number, some in zip(product.sequences, lost, strict=True):
+                        rounding.lose(number, some)
 
-    def _error(self, part: LinearPart, precision: Precision) -> tuple[Rounding, Tensor]:
-        """Return δ² of a rounding of a matrix, with its running sums."""
+    def _error(
+        self, part: LinearPart, precision: Precision
+    ) -> tuple[Rounding, Tensor | None]:
+        """Return δ of a rounding of a matrix, with its running sums; None: all 0."""
         weight = part.weight
         operand = self._weights.get(part, precision)
-        error = squared_error(weight, operand)
         sums = self._sums.at((part.site, Role.WEIGHT, precision))
+        error = rounding_error(weight, operand)
         if (part.name, precision) not in self._counted:
             self._counted.add((part.name, precision))
             if self._whole is None or self._whole.x is not weight:
-                self._whole = Whole.of(weight, SampledRows.of(weight))
+                self._whole = Whole(weight, COLLAPSE_ROWS)
             count(sums, self._whole, operand, error, precision)
         if not self._resident:
             self._weights.drop()  # a matrix may be a large part of a stage

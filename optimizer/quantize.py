@@ -142,7 +142,21 @@ def overflows(amax: Tensor | float, fmt: Format) -> bool:
 
 def round_to_format(x: Tensor, fmt: Format) -> Tensor:
     """Round each value as `reference.round_to` does; float32, the shape of x."""
+    if fmt.name in IEEE_DTYPES:
+        return _cast(x.detach(), fmt)
     return quantize(x, torch.ones(()), fmt)
+
+
+def _cast(x: Tensor, fmt: Format) -> Tensor:
+    """Round to a format of torch's own, whose casts are stable, and back."""
+    narrow = x.clamp(-fmt.max, fmt.max).to(IEEE_DTYPES[fmt.name])
+    return narrow.float().contiguous()
+
+
+def holds(x: Tensor, fmt: Format) -> bool:
+    """Whether a format without scales has every value of a contiguous `x` as it is."""
+    pieces = x.detach().view(-1).split(PIECE)
+    return all(torch.equal(round_to_format(piece, fmt), piece) for piece in pieces)
 
 
 def quantize(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:

@@ -111,7 +111,6 @@ class _Recoding(Sweep):
     @torch.no_grad()
     def _score(self, seen: Seen) -> None:
         """Count what errors of a tensor under a static scale cost."""
-        assert seen.squared is not None, seen.place
         x, squared = seen.x, seen.squared
         if seen.visible is not None:
             x = x.masked_fill(~seen.visible, 0.0)

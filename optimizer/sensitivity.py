@@ -15,14 +15,15 @@ ever in memory. Each δ is an elementwise rounding. `exact.py` measures the same
 numbers one at a time.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import fsum
 
 import torch
 from torch import Tensor
 
 from optimizer.batches import batches, graph_tokens, together
-from optimizer.collapse import COLLAPSE_ROWS, COLLAPSE_SEQUENCES, SampledRows
+from optimizer.collapse import COLLAPSE_ROWS, COLLAPSE_SEQUENCES
 from optimizer.execute import (
     Amaxes,
     Operand,
@@ -31,10 +32,10 @@ from optimizer.execute import (
     round_operand,
 )
 from optimizer.labels import label_gradients
-from optimizer.matmul import linear, rough_way_back
+from optimizer.matmul import rough, rough_linear
 from optimizer.matrices import Matrices, Product
 from optimizer.model import LoadedModel
-from optimizer.rounded import Whole, count, squared_error
+from optimizer.rounded import Whole, count, rounding_error
 from optimizer.sites import LinearPart
 from optimizer.stack import Role, Site
 from optimizer.sums import (
@@ -45,27 +46,49 @@ from optimizer.sums import (
     total,
     wanted_roundings,
 )
-from optimizer.totals import dots
+from optimizer.totals import sum_of_squares
 from optimizer.walk import Activations, Told, silent, walk
 
 # Per sequence. On SmolLM2, 512 tokens and 4 of its layers, 1, 2 and 4 samples had a
 # log-Pearson of 0.9969, 0.9970 and 0.9979 with exact runs; each costs a backward pass.
 LABEL_SAMPLES = 1
+LOGITS = 1 << 25  # elements of the logits that are made together
 
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """One tensor that passed a place, and its squared gradients so far."""
+    """One tensor that passed a place, and the gradients of each label sample so far."""
 
     place: Place
     x: Tensor
     visible: Tensor | None  # False where the causal mask removes an element
-    squared: Tensor | None = None
+    gradients: list[Tensor] = field(default_factory=list)
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient that came back."""
-        square = gradient.detach().square()
-        self.squared = square if self.squared is None else self.squared.add_(square)
+        self.gradients.append(gradient.detach())
+
+    @property
+    def squared(self) -> Tensor:
+        """The sum of the squared gradients, in the shape of the tensor."""
+        assert self.gradients, self.place
+        return torch.stack([g.square() for g in self.gradients]).sum(dim=0)
+
+    def by_sequence(
+        self, numbers: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], Tensor, list[Tensor]]]:
+        """Yield the tensor of each of the sequences, and its gradients.
+
+        They follow each other along the first dimension; embeddings of positions are
+        one tensor for all of them.
+        """
+        x = self.x if self.visible is None else self.x.masked_fill(~self.visible, 0.0)
+        if len(x) < len(numbers):
+            yield numbers, x, self.gradients
+            return
+        columns = [t.chunk(len(numbers)) for t in (x, *self.gradients)]
+        for number, one, *gradients in zip(numbers, *columns, strict=True):
+            yield [number], one, gradients
 
 
 class Sweep(Reference):
@@ -86,6 +109,8 @@ class Sweep(Reference):
         self._seen: list[Seen] = []
         self._last: dict[Place, Tensor] = {}
         self._sequences: Sequence[int] = ()  # that run together
+        self._rows: tuple[Tensor, Tensor] | None = None  # an input, and it rough
+        self._vocabulary = model.shape.vocab
         self.sums = Sums()
         self._matrices = Matrices(model, weights, self._wanted, self.sums)
 
@@ -105,17 +130,18 @@ class Sweep(Reference):
         return x, None
 
     def linear(self, part: LinearPart, x: Tensor) -> Tensor:
-        """Run in fp32; note the matrix's own gradient as well."""
+        """Run the product of an estimate; note the matrix's own gradient as well."""
         x = self.elementwise(part.site, Role.INPUT, x)
-        y = linear(x, part.weight, part.bias, rough_way_back)
-        y = self.elementwise(part.site, Role.OUTPUT, y)
-        if (part.site, Role.WEIGHT) in self._wanted:
-            rows = x.detach().flatten(0, -2)  # (tokens, in)
-            numbers = self._sequences
-            y.register_hook(
-                lambda g: self._matrices.note(Product(part, numbers, g, rows))
-            )
-        return y
+        y = rough_linear(x, part.weight, part.bias, self._noting(part, x))
+        return self.elementwise(part.site, Role.OUTPUT, y)
+
+    def _noting(self, part: LinearPart, x: Tensor) -> Callable[[Tensor], None]:
+        if (part.site, Role.WEIGHT) not in self._wanted:
+            return lambda gradient: None
+        if self._rows is None or self._rows[0] is not x:  # siblings share theirs
+            self._rows = x, rough(x.detach().flatten(0, -2))  # (tokens, in)
+        numbers, rows = self._sequences, self._rows[1]
+        return lambda g: self._matrices.note(Product(part, numbers, g, rows))
 
     def run(
         self,
@@ -144,28 +170,34 @@ class Sweep(Reference):
     ) -> list[Tensor]:
         """Score norm and head, and draw the labels; return the gradients of the input.
 
-        One sequence after the other: with a large vocabulary logits take the most
-        memory, and the draws of one do not depend on what runs beside it.
+        A few sequences at a time: with a large vocabulary logits take the most memory.
+        The draws of one do not depend on what runs beside it.
         """
-        by_row = [
-            self._run_last(number, ids[row : row + 1], hidden[row : row + 1], seed)
-            for row, number in enumerate(sequences)
-        ]
-        return [torch.cat(gradients) for gradients in zip(*by_row, strict=True)]
+        most = max(1, LOGITS // (ids.shape[1] * self._vocabulary))
+        some = [slice(k, k + most) for k in range(0, len(ids), most)]
+        found = [self._run_last(sequences[k], ids[k], hidden[k], seed) for k in some]
+        return [torch.cat(gradients) for gradients in zip(*found, strict=True)]
 
     def _run_last(
-        self, number: int, ids: Tensor, hidden: Tensor, seed: int
+        self, numbers: Sequence[int], ids: Tensor, hidden: Tensor, seed: int
     ) -> list[Tensor]:
-        self._sequences = [number]
-        generator = torch.Generator().manual_seed(seed + 1_000_003 * number)
+        self._sequences = numbers
         with torch.enable_grad():
             hidden = hidden.detach().clone().requires_grad_(True)
             out = self._model.stage(self._model.stages - 1, ids, hidden, self)
-            self.sums.tokens[number] = out.shape[1] * self.samples
-            drawn = label_gradients(out[0], self.samples, generator)
-            gradients = [self._back(out, g[None], hidden) for g in drawn]
+            drawn = self._drawn(numbers, out.detach(), seed)
+            gradients = [self._back(out, g, hidden) for g in drawn]
         self._score_seen()
         return [g for g in gradients if g is not None]
+
+    def _drawn(self, numbers: Sequence[int], logits: Tensor, seed: int) -> list[Tensor]:
+        """Draw labels of every sequence; return the gradients of each draw."""
+        by_row = []
+        for number, row in zip(numbers, logits, strict=True):
+            self.sums.tokens[number] = len(row) * self.samples
+            generator = torch.Generator().manual_seed(seed + 1_000_003 * number)
+            by_row.append(label_gradients(row, self.samples, generator))
+        return [torch.stack(drawn) for drawn in zip(*by_row, strict=True)]
 
     def _back(
         self, out: Tensor, gradient: Tensor, hidden: Tensor | None
@@ -186,23 +218,31 @@ class Sweep(Reference):
             self._score(seen)
         self._seen.clear()
         self._last.clear()
+        self._rows = None
         if self._matrices.full:
             self._matrices.score()
 
     @torch.no_grad()
     def _score(self, seen: Seen) -> None:
-        assert seen.squared is not None, seen.place
-        x = seen.x if seen.visible is None else seen.x.masked_fill(~seen.visible, 0.0)
-        rows = COLLAPSE_ROWS * sum(n < COLLAPSE_SEQUENCES for n in self._sequences)
-        whole = Whole.of(x, SampledRows.of(x, rows) if rows else None)
-        calibrated = self._amaxes.get(seen.place)
-        for precision in self._wanted[seen.place]:
+        assert seen.gradients, seen.place
+        for numbers, x, gradients in seen.by_sequence(self._sequences):
+            self._score_one(seen.place, numbers, x, gradients)
+
+    def _score_one(
+        self, place: Place, numbers: Sequence[int], x: Tensor, gradients: list[Tensor]
+    ) -> None:
+        """Score the tensor of one sequence: small enough to stay in the cache."""
+        whole = Whole(x, COLLAPSE_ROWS if numbers[0] < COLLAPSE_SEQUENCES else 0)
+        calibrated = self._amaxes.get(place)
+        for precision in self._wanted[place]:
             operand = round_operand(x, precision, calibrated)
-            error = squared_error(x, operand)
-            sums = self.sums.at((*seen.place, precision))
+            error = rounding_error(x, operand)
+            sums = self.sums.at((*place, precision))
             count(sums, whole, operand, error, precision)
-            lost = dots(error, seen.squared, len(self._sequences))
-            sums.lose(self._sequences, lost)
+            if error is not None:
+                lost = fsum(sum_of_squares(error * g) for g in gradients)
+                for number in numbers:
+                    sums.lose(number, lost / len(numbers))
 
 
 def measure(

@@ -23,10 +23,9 @@ class Rounding:
     count: int = 0
     collapse: Collapse = field(default_factory=Collapse)  # of a few rows
 
-    def lose(self, sequences: Sequence[int], g2_delta2: Sequence[float]) -> None:
-        """Add Σ g² δ² of one tensor of each sequence."""
-        for sequence, lost in zip(sequences, g2_delta2, strict=True):
-            self.kl[sequence] = self.kl.get(sequence, 0.0) + 0.5 * lost
+    def lose(self, sequence: int, g2_delta2: float) -> None:
+        """Add Σ g² δ² of a tensor of one sequence, or of a part of it."""
+        self.kl[sequence] = self.kl.get(sequence, 0.0) + 0.5 * g2_delta2
 
     def merge(self, other: "Rounding") -> None:
         """Add the sums of other sequences."""

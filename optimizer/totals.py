@@ -7,7 +7,6 @@ in float64: two workers with other machines give the same bytes. It is exacter, 
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 ROW = 1024  # elements, where the tensor's own rows are no help
@@ -24,37 +23,23 @@ def sum_of_squares(x: Tensor) -> float:
     return _sum(torch.linalg.vector_norm(_rows(x), dim=-1).double().square_())
 
 
-def dots(a: Tensor, b: Tensor, parts: int = 1) -> list[float]:
-    """Return Σ a·b of float32 tensors of one shape, for each of equal parts.
+def sums_of_squares(x: Tensor) -> list[float]:
+    """Return Σ x² of each of the matrices x (parts, rows, columns).
 
-    Parts follow each other along the first dimension.
+    A row's norm is rounded to the format of x.
     """
-    # numpy's einsum is one thread's, reads both once and makes no product tensor.
-    sums = np.einsum("ij,ij->i", _rows(a, parts).numpy(), _rows(b, parts).numpy())
-    return _by_part(sums, parts)
+    norms = torch.linalg.vector_norm(x, dim=-1).double()
+    return norms.square_().numpy().sum(axis=-1).tolist()
 
 
-def dots_with(a: Tensor, shared: Tensor) -> list[float]:
-    """Return Σ a·b of each matrix of `a` (parts, rows, columns) with one, float32."""
-    sums = np.einsum("pij,ij->pi", a.numpy(), shared.numpy())
-    return _by_part(sums, len(a))
-
-
-def _by_part(sums: NDArray[np.float32], parts: int) -> list[float]:
-    return sums.reshape(parts, -1).sum(axis=1, dtype=np.float64).tolist()
-
-
-def _rows(x: Tensor, parts: int = 1) -> Tensor:
-    """Return x as (rows, elements), without a copy where it is contiguous.
-
-    No row has elements of two parts.
-    """
+def _rows(x: Tensor) -> Tensor:
+    """Return x as (rows, elements), without a copy where it is contiguous."""
     x = x.detach()
     if x.dim() > 1 and ROW // 8 <= x.shape[-1] <= LONGEST:
         return x.reshape(-1, x.shape[-1])
-    flat = x.reshape(parts, -1)
-    if flat.shape[1] % ROW:
-        flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % ROW))
+    flat = x.reshape(-1)
+    if len(flat) % ROW:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % ROW))
     return flat.view(-1, ROW)
 
 

@@ -6,7 +6,14 @@ from torch.nn import functional
 from optimizer import matmul as module
 from optimizer.errors import SpecError
 from optimizer.formats import BF16, E4M3, E5M2, FP16, FP32, Format
-from optimizer.matmul import linear, linear_fp8, matmul_codes, rough_way_back
+from optimizer.matmul import (
+    linear,
+    linear_fp8,
+    matmul_codes,
+    rough,
+    rough_linear,
+    rough_way_back,
+)
 from optimizer.quantize import quantize, round_to_format
 from optimizer.stack import Granularity
 from tests.optimizer.numbers import assert_same_bits, by_definition, normal, scaled
@@ -101,11 +108,15 @@ def test_block_scales_do_not_fit_behind_the_sum() -> None:
         )
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("precision", "units"),
+    [(torch.float32, "ieee"), (torch.bfloat16, "ieee"), (torch.bfloat16, "bf16")],
+)
 def test_the_rough_way_back_is_near_the_exact_one(
-    precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    precision: torch.dtype, units: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ROUGH", precision)
+    monkeypatch.setattr(module, "MATMUL_PRECISION", units)
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(3, 16, 48, generator=generator)
     weight = torch.randn(48, 32, generator=generator)
@@ -115,3 +126,27 @@ def test_the_rough_way_back_is_near_the_exact_one(
     bound = 2**-22 if precision == torch.float32 else 3.1 * 2**-9
     found = rough_way_back(gradient, weight).double()
     assert bool(((found - exact).abs() <= bound * size).all())
+
+
+@pytest.mark.parametrize("units", ["ieee", "bf16"])
+def test_products_of_estimates_have_one_result_on_any_number_of_threads(
+    units: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MATMUL_PRECISION", units)
+    x, weight, gradient = normal(640, 96), normal(4096, 96), normal(640, 4096)
+    x.requires_grad_(True)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        heard: list[Tensor] = []
+        y = rough_linear(x, weight, None, heard.append)
+        (back,) = torch.autograd.grad(y, x, gradient)
+        assert torch.equal(heard[0], rough(gradient))
+        found.append((y, back if units == "bf16" else y))
+    torch.set_num_threads(before)
+    exact = x.detach().double() @ weight.double().T
+    size = x.detach().abs().double() @ weight.abs().double().T
+    assert bool(((found[0][0].double() - exact).abs() <= 2.1 * 2**-9 * size).all())
+    for y, back in found[1:]:
+        assert torch.equal(y, found[0][0])
+        assert torch.equal(back, found[0][1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimizer.totals import dots, dots_with, sum_of, sum_of_squares
+from optimizer.totals import sum_of, sum_of_squares, sums_of_squares
 
 SHAPES = [
     (7,),
@@ -22,7 +22,6 @@ SHAPES = [
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], float], Callable[[float], float]]] = {
     "total": (sum_of, lambda v: v),
     "squares": (sum_of_squares, lambda v: v * v),
-    "dot": (lambda x: dots(x, x)[0], lambda v: v * v),
 }
 
 
@@ -65,17 +64,13 @@ def test_the_bits_do_not_depend_on_threads(name: str, shape: tuple[int, ...]) ->
 def test_a_view_is_summed_as_what_it_shows() -> None:
     x = values((64, 2048))
     assert sum_of(x.T) == pytest.approx(sum_of(x), rel=1e-3, abs=1e-2)
-    assert dots(x.T, x.T) == pytest.approx(dots(x, x), rel=1e-6)
+    assert sum_of_squares(x.T) == pytest.approx(sum_of_squares(x), rel=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 64), (3, 7, 200), (3, 40_000), (3, 2, 3, 3)])
-def test_each_part_has_the_sum_that_it_has_alone(shape: tuple[int, ...]) -> None:
-    a, b = values(shape), values(shape).flip(0)
-    alone = [dots(x[None], y[None])[0] for x, y in zip(a, b, strict=True)]
-    assert dots(a, b, parts=3) == alone
-
-
-def test_one_matrix_is_shared_by_all_parts() -> None:
-    a, shared = values((3, 8, 96)), values((8, 96))
-    expected = [math.fsum((x * shared).flatten().double().tolist()) for x in a]
-    assert dots_with(a, shared) == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_have_the_sums_that_they_have_alone(dtype: torch.dtype) -> None:
+    x = values((3, 64, 96)).to(dtype)
+    expected = [math.fsum((v * v).flatten().tolist()) for v in x.double()]
+    rounding = torch.finfo(dtype).eps  # of a row's norm; a sum of rows has less
+    assert sums_of_squares(x) == pytest.approx(expected, rel=rounding)
+    assert sums_of_squares(x) == [sums_of_squares(v[None])[0] for v in x]
