@@ -41,7 +41,7 @@ def create(request: Request, once: Once, body: OptimizeRequest) -> Answer:
     written = body.model_dump(mode="json", exclude_unset=True)
     if told := once.told(written):
         return told
-    with db.reading() as session:  # checking may take a while: hold no lock
+    with db.glancing() as session:  # checking may take a while: hold no lock
         order = _order(session, once.tenant_id, body)
         spec = resolve.to_spec(session, once.tenant_id, body)
     return _submit(request, once, spec, written, _signed(request, once.caller, order))

@@ -65,12 +65,19 @@ def _on_sqlite_connect(connection: Any, _record: object) -> None:
 
 def _on_sqlite_begin(connection: Connection) -> None:
     begin = connection.get_execution_options().get(BEGIN, "BEGIN")
-    connection.connection.cursor().execute(begin)
+    if begin:
+        connection.connection.cursor().execute(begin)
 
 
 @cache
 def _readers() -> sessionmaker[Session]:
     return sessionmaker(engine(), expire_on_commit=False)
+
+
+@cache
+def _glancers() -> sessionmaker[Session]:
+    bare = engine().execution_options(**{BEGIN: ""})
+    return sessionmaker(bare, expire_on_commit=False)
 
 
 @cache
@@ -94,6 +101,16 @@ def reading() -> Iterator[Session]:
         yield session
 
 
+@contextmanager
+def glancing() -> Iterator[Session]:
+    """Read what is one row, or need not agree: on SQLite each query sees its own moment.
+
+    A BEGIN costs as much as a query, for each of the many requests that ask one.
+    """
+    with _glancers()() as session:
+        yield session
+
+
 def get_session() -> Iterator[Session]:
     """FastAPI dependency: a session to read with."""
     with reading() as session:
@@ -104,7 +121,7 @@ def close() -> None:
     """Close every connection and forget the engine: the next use opens it anew."""
     if engine.cache_info().currsize:
         engine().dispose()
-    for cached in (engine, _readers, _writers):
+    for cached in (engine, _readers, _glancers, _writers):
         cached.cache_clear()
 
 

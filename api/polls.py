@@ -44,7 +44,7 @@ class Look:
 
 def look(tenant_id: str, job_id: str) -> Look:
     """Return the tenant's job as it is now. Raises NotFound."""
-    with db.reading() as session:
+    with db.glancing() as session:
         row = jobs.get(session, tenant_id, job_id)
         view = views.job(row, places().of(session, row))
     text = view.model_dump_json().encode()
