@@ -359,6 +359,12 @@ def killed_helper(job_id: str, started: Path) -> None:
     assist(job_id, f"helper:{os.getpid()}", make)
 
 
+def test_every_piece_is_a_trial_that_the_job_counts(shared: Own) -> None:
+    assert shared.desk.trials == (0, 0)
+    assert shared.run(PIECES, Counted(), quiet) == EXPECTED
+    assert shared.desk.trials == (COUNT, COUNT)
+
+
 @pytest.mark.slow
 def test_a_killed_helper_loses_only_its_current_piece(
     shared: Own, tmp_path: Path
