@@ -2,42 +2,60 @@
 
     python log_probabilities.py ASKED.json OUT.json
 
-ASKED has `prompts`, a list of token ids each, and `folders` of checkpoints by name. OUT
-has for each checkpoint, and for every position but a prompt's first, the token that is
-most likely there and the log-probability of the prompt's own; and the static scales
-that were loaded, by module, and the format of the cache. A checkpoint that is refused has its `error` instead.
+ASKED has `prompts`, a list of token ids each, `folders` of checkpoints by name, and
+`dtypes`, what activations are held in. OUT has for each of these and each checkpoint,
+and for every position but a prompt's first, the token that is most likely there and the
+log-probability of the prompt's own; and the static scales that were loaded, by module,
+and the format of the cache. A checkpoint that is refused has its `error` instead.
 """
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 SCALES = ("input_scale", "_k_scale", "_v_scale")
+# Kernels for AMX take 16 bits alone: float32 goes the way of CPUs without it.
+ONLY_16_BITS = "CPUFP8W8A8ScaledMMLinearKernel,CPUFp8PerTensorScaledMMLinearKernel"
 
 
 def main() -> None:
     """Load each checkpoint in turn, and score the prompts."""
     asked = json.loads(Path(sys.argv[1]).read_text())
-    found = {}
-    for name, folder in asked["folders"].items():
-        try:
-            found[name] = answers(folder, asked["prompts"])
-        except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
-        gc.collect()
+    found = {
+        dtype: {
+            name: tried(folder, asked["prompts"], dtype)
+            for name, folder in asked["folders"].items()
+        }
+        for dtype in asked["dtypes"]
+    }
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 
-def answers(folder: str, prompts: list[list[int]]) -> dict[str, Any]:
+def tried(folder: str, prompts: list[list[int]], dtype: str) -> dict[str, Any]:
+    """Return what one checkpoint says, or why it says nothing."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    os.environ["VLLM_DISABLED_KERNELS"] = ONLY_16_BITS if dtype == "float32" else ""
+    try:
+        return answers(folder, prompts, dtype)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()
+        cleanup_dist_env_and_memory()  # of one that failed half-way
+
+
+def answers(folder: str, prompts: list[list[int]], dtype: str) -> dict[str, Any]:
     """Return what one checkpoint says."""
     import vllm
 
     engine = vllm.LLM(
         model=folder,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=max(map(len, prompts)) + 1,
         enable_prefix_caching=False,
