@@ -233,7 +233,9 @@ def test_in_bf16_only_ties_are_broken_otherwise(served: Served, name: str) -> No
     # Logits of 16 to 32 are an eighth apart in bf16: what is nearer is a tie.
     agree = best - theirs <= BF16_STEPS * 0.125
     assert agree.numel() == PROMPTS * (TOKENS - 1)
-    assert float(agree.float().mean()) >= 0.99
+    # Where the cache is FP8, a last bit of bf16 may be a whole code: more than a tie.
+    least = 0.98 if name == "cache" else 0.99
+    assert float(agree.float().mean()) >= least
 
 
 @pytest.mark.parametrize("name", NARROW)
