@@ -56,12 +56,22 @@ def view(document: Mapping[str, Any]) -> Json:
         "strips": [
             found
             for role in ("gradient", "weight_gradient", "input")
-            if (found := curves.strips(_rows(d, "histograms"), role))
+            if (found := curves.strips(_histograms(d), role))
         ],
         "rows": _stack_rows(d),
         "drift_steps": DRIFT_STEPS,
         "zero_steps": ZERO_STEPS,
     }
+
+
+def _natural(layer: str) -> list[tuple[int, str]]:
+    """Return a key that puts layer 2 before layer 10."""
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in layer.split(".")]
+
+
+def _histograms(d: Mapping[str, Any]) -> list[Json]:
+    rows = _rows(d, "histograms")
+    return sorted(rows, key=lambda row: _natural(str(row.get("layer"))))
 
 
 def _rows(d: Mapping[str, Any], name: str) -> list[Json]:
@@ -95,7 +105,7 @@ def heat(
     columns = list(dict.fromkeys(name for cells in values.values() for name in cells))
     rows = [
         (layer, [_cell(cells.get(name, 0.0), steps, name) for name in columns])
-        for layer, cells in values.items()
+        for layer, cells in sorted(values.items(), key=lambda row: _natural(row[0]))
     ]
     return {"columns": columns, "rows": rows}
 

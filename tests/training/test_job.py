@@ -15,7 +15,7 @@ from optimizer.spec import OptimizeSpec
 from optimizer.training.candidates import BASELINE, CANDIDATES
 from optimizer.training.checkpoints import figures_json
 from optimizer.training.job import train
-from optimizer.training.report import render_html
+from optimizer.training.report import heat, render_html
 from optimizer.training.spec import TASKS_OF, Planned, TrainingSpec
 from optimizer.training.trainer import Figures
 from optimizer.training.work import SEGMENTS, TrainingWork
@@ -110,6 +110,18 @@ def test_the_page_shows_it_without_script_or_network(document: Document) -> None
     for section in ("Loss, overlaid", "Drift by layer", "Exponents by layer"):
         assert section in page
     assert page.count('class="curve') >= 5
+
+
+def test_layer_2_stands_before_layer_10() -> None:
+    cells = {f"model.layers.{n}": {"bf16": 0.1} for n in (0, 10, 2)}
+    rows = heat({"model.norm": {}, **cells, "model.embed_tokens": {}}, [0.01])["rows"]
+    assert [layer for layer, _ in rows] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.2",
+        "model.layers.10",
+        "model.norm",
+    ]
 
 
 def test_a_hostile_name_shows_and_does_nothing(document: Document) -> None:
