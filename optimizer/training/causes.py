@@ -164,11 +164,15 @@ def _near_the_end(candidate: Candidate, baseline: Figures) -> Iterator[Cause]:
     ]
     if near:
         amax, matrix, role = max(near)
+        breaks = amax > FP16.max / TOO_NEAR
+        away = "train in bf16, or run this matrix and what feeds it in fp32"
         yield Cause(
-            code="layer_overflow",
+            code="layer_overflow" if breaks else "near_overflow",
             said=f"the {role} of {matrix} reaches {amax:.3g} in fp32; fp16 ends at 65504",
-            first="train in bf16, or run this matrix and what feeds it in fp32",
-            breaks=amax > FP16.max / TOO_NEAR,
+            first=away
+            if breaks
+            else f"watch how it grows in the run; if it does, {away}",
+            breaks=breaks,
             matrix=matrix,
             gemm=Gemm.FPROP,
             evidence={"fp32_amax": amax, "format_max": FP16.max},
@@ -238,7 +242,11 @@ def _vanished(
         return
     share, matrix, role = worst
     scaled = candidate.loss_scaling is not None
-    first = "start from a larger loss scale" if scaled else "scale the loss"
+    first = "scale the loss"
+    if scaled:
+        first = (
+            "nothing while the loss falls as in fp32; else start from a larger scale"
+        )
     yield Cause(
         code="gradient_underflow",
         said=f"{100 * share:.3g} % of the {role.replace('_', ' ')} of {matrix} are zero "
