@@ -80,6 +80,7 @@ def test_the_upkeep_does_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         "events": 1,
         "tombstones": 0,
         "promises": 0,
+        "sessions": 0,
         "letters": 0,
         "artifacts": 0,
         "uploads": 0,

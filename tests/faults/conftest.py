@@ -9,9 +9,10 @@ from uuid import uuid4
 
 import psutil
 import pytest
-from sqlalchemy import URL, create_engine, text
+from sqlalchemy import URL, create_engine, text, update
 
 from api import auth, db, jobs, queue, settings, storage
+from api.models import Job
 from optimizer.spec import OptimizeSpec
 from tests.service import Service, service, tiny_model
 
@@ -116,6 +117,7 @@ def submit(tenth_s: int = 0, **columns: object) -> str:
     spec = OptimizeSpec("tiny", "/models/tiny", model, "h100", seed=tenth_s)
     with db.transaction() as session:
         job = jobs.submit(session, auth.tenant_named(session, "acme").id, spec)
-        for name, value in columns.items():
-            setattr(job, name, value)
+        if columns:
+            change = update(Job).where(Job.id == job.id).values(**columns)
+            session.execute(change)
         return job.id
