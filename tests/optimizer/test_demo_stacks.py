@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from optimizer.pieces import Memory
+from optimizer.plan import SAME_TIME
 from optimizer.run import optimize
 from optimizer.spec import LatencySla, OptimizeSpec, Workload
 from tests.optimizer.conftest import Document, quiet
@@ -67,7 +68,7 @@ def test_a_loose_target_loses_no_more_than_16_bits(runs: Runs) -> None:
     chosen = validated(runs.loose, "chosen")
     base = validated(runs.loose, "all_bf16")
     assert kl(chosen) <= 1.05 * kl(base)
-    assert chosen["per_token_s"] <= base["per_token_s"]
+    assert chosen["per_token_s"] <= SAME_TIME * base["per_token_s"]
     assert runs.loose["verdict"]["outcome"] in ("sla_met", "no_improvement")
 
 
