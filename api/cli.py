@@ -353,7 +353,8 @@ def _fetched(
 
 
 def _written(to: Path, paths: list[str]) -> None:
-    console.err.print(f"wrote {len(paths)} files to {to}", soft_wrap=True)
+    files = "1 file" if len(paths) == 1 else f"{len(paths)} files"
+    console.err.print(f"wrote {files} to {to}", soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
