@@ -5,9 +5,11 @@ accepts some of that. Here it is refused from the header alone, before anything
 allocates what it promises.
 """
 
+import gc
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +27,22 @@ MAX_NAME_CHARACTERS = 512
 MAX_RANK = 8
 MAX_ELEMENTS = 1 << 48  # products beyond it could only come from a crafted header
 MAX_COUNT = 8 * MAX_ELEMENTS
+METADATA = "__metadata__"
+MAX_METADATA_CHARACTERS = 1 << 20
+MAX_METADATA_KEYS = 10_000
 CHUNK_BYTES = 16 << 20
 
 FIELDS = {"dtype", "shape", "data_offsets"}
+
+# What may stand in a header, counted before it is parsed: what a crafted one promises,
+# as a million lists in the place of a shape, is never held. A tensor has a brace, two
+# brackets, ten quotes and at most eleven commas; names may have a few of their own.
+_MOST = {
+    b"{": MAX_TENSORS + 2,
+    b"[": 3 * MAX_TENSORS,
+    b'"': 10 * MAX_TENSORS + 4 * MAX_METADATA_KEYS + 2,
+    b",": 12 * MAX_TENSORS,
+}
 _DISGUISES = {  # how other kinds of files begin
     b"PK\x03\x04": "a zip archive, as torch.save writes it",
     b"\x80\x02": "a pickle",
@@ -99,16 +114,27 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         content = _header_bytes(path)
-        base = 8 + len(content)
-        tensors: dict[str, StoredTensor] = {}
-        for name, entry in strict_json.entries(content):
-            if name in tensors:
-                raise ValueError(f"the key {name[:80]!r} comes twice")
-            tensors[name] = _tensor(name, entry, path.name, base)
-        _must_cover(tensors, base, path.stat().st_size)
+        with _uncollected():
+            entries = strict_json.parse(content)
+            _refuse_metadata(entries.pop(METADATA, {}))
+            tensors = _tensors(entries, path.name, 8 + len(content))
+            _must_cover(tensors, 8 + len(content), path.stat().st_size)
     except ValueError as error:
         raise HeaderError(f"{path.name} is refused: {error}") from None
     return tensors
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let the collector rest: going through a million new lists again and again, none
+    of which is garbage, takes it longer than it takes us to make and check them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _header_bytes(path: Path) -> bytes:
@@ -127,9 +153,12 @@ def _header_bytes(path: Path) -> bytes:
         content = file.read(length)
     if not content.startswith(b"{"):
         raise ValueError("the header does not begin with {")
-    # One brace a tensor, two around them: counting first spares parsing seconds.
-    if (objects := content.count(b"{")) > MAX_TENSORS + 2:
-        raise ValueError(f"{objects} objects, the limit is {MAX_TENSORS} tensors")
+    for mark, most in _MOST.items():
+        if (count := content.count(mark)) > most:
+            raise ValueError(
+                f"a header with {count} times {mark.decode()}: more than "
+                f"{MAX_TENSORS} tensors, the limit, would have"
+            )
     return content
 
 
@@ -140,17 +169,39 @@ def _refuse_disguised(name: str, first: bytes) -> None:
             raise FormatError(f"{name} is refused: it is not safetensors but {kind}")
 
 
-def _tensor(name: str, entry: Mapping[str, Any], file: str, base: int) -> StoredTensor:
-    try:
-        return _checked(name, entry, file, base)
-    except ValueError as error:
-        raise ValueError(f"tensor {name[:80]!r} {error}") from None
+def _refuse_metadata(metadata: object) -> None:
+    """Raise for metadata that are more than a few strings under names."""
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{METADATA} is not an object of strings")
+    if len(metadata) > MAX_METADATA_KEYS:
+        raise ValueError(
+            f"{METADATA} has {len(metadata)} keys, the limit is {MAX_METADATA_KEYS}"
+        )
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{METADATA} may hold nothing but strings")
+    length = sum(len(name) + len(value) for name, value in metadata.items())
+    if length > MAX_METADATA_CHARACTERS:
+        raise ValueError(
+            f"{METADATA} has {length} characters, the limit is {MAX_METADATA_CHARACTERS}"
+        )
 
 
-def _checked(name: str, entry: Mapping[str, Any], file: str, base: int) -> StoredTensor:
+def _tensors(
+    entries: Mapping[str, Any], file: str, base: int
+) -> dict[str, StoredTensor]:
+    tensors = {}
+    for name, entry in entries.items():
+        try:
+            tensors[name] = _checked(name, entry, file, base)
+        except ValueError as error:
+            raise ValueError(f"tensor {name[:80]!r} {error}") from None
+    return tensors
+
+
+def _checked(name: str, entry: Any, file: str, base: int) -> StoredTensor:
     if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
         raise ValueError("has a name that is empty, too long or not printable")
-    if entry.keys() != FIELDS:
+    if not isinstance(entry, dict) or entry.keys() != FIELDS:
         raise ValueError("needs dtype, shape and data_offsets only")
     dtype = _dtype(entry["dtype"])
     shape = _counts(entry["shape"], "a shape")
@@ -179,9 +230,7 @@ def _dtype(dtype: object) -> str:
 def _counts(value: object, what: str) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_RANK:
         raise ValueError(f"has {what} that is not a list of at most {MAX_RANK} numbers")
-    for (
-        count
-    ) in value:  # 200,000 tensors have a million: a generator takes twice as long
+    for count in value:  # a generator takes twice as long
         if type(count) is not int or not 0 <= count <= MAX_COUNT:
             raise ValueError(f"has {what} with something else than counts in it")
     return tuple(value)
