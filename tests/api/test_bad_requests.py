@@ -1,6 +1,7 @@
 """What no path, no query and no name may be, for every route of the description."""
 
 import re
+import string
 from collections.abc import Iterator
 from urllib.parse import quote
 
@@ -105,8 +106,10 @@ def test_a_cursor_of_ours_is_signed(client: TestClient, refused: Refused) -> Non
     page = client.get("/v1/api_keys", params={"limit": 1}).json()
     good = page["next_cursor"]
     assert client.get("/v1/api_keys", params={"after": good}).status_code == 200
-    other = "A" if good[-1] != "A" else "B"
-    tampered = [good[:-1] + other, good[1:], good + "AAAA", good.swapcase(), "AAAA"]
+    alphabet = string.ascii_letters + string.digits + "-_"
+    other = "A" if good[4] != "A" else "B"
+    tampered = [good[:-1] + last for last in alphabet if last != good[-1]]
+    tampered += [good[1:], good + "AAAA", good.swapcase(), "AAAA"]
     tampered += ["=", "é", "' OR 1=1", good.replace(good[4], other, 1)]
     lists = [
         path
@@ -118,9 +121,8 @@ def test_a_cursor_of_ours_is_signed(client: TestClient, refused: Refused) -> Non
     assert len(lists) >= 5
     for path in lists:
         for cursor in tampered:
-            if (path, cursor) != ("/v1/api_keys", good):
-                answer = client.get(path, params={"after": cursor})
-                refused(answer, 400, "bad_cursor")
+            answer = client.get(path, params={"after": cursor})
+            refused(answer, 400, "bad_cursor")
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
