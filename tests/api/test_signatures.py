@@ -76,6 +76,15 @@ def test_the_last_digit_counts(signed: dict[str, Any]) -> None:
         signatures.verify(document, signatures.public_key())
 
 
+def test_every_letter_of_the_signature_counts(signed: dict[str, Any]) -> None:
+    written = signed["integrity"]["signature"]
+    assert written.endswith("==")
+    for last in set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdef0123456789+/") - {written[-3]}:
+        said = {**signed["integrity"], "signature": f"{written[:-3]}{last}=="}
+        with pytest.raises(Unverified, match="signature is false"):
+            signatures.verify({**signed, "integrity": said}, signatures.public_key())
+
+
 def test_what_is_added_or_left_out_fails(signed: dict[str, Any]) -> None:
     key = signatures.public_key()
     with pytest.raises(Unverified, match="it was changed"):
