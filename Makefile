@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 DATA_DIR ?= var
+TEST_PROCESSES ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -40,8 +41,9 @@ browser:
 	    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
 	  echo "no chromium: the tests of the pages are skipped"
 
+# A file's tests stay together: they share what is dear to make.
 test: lint model browser vllm ## Run lint, types, import contracts and all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --durations 30
 
 lint: install ## Run format check, lint, types and import contracts
 	$(BIN)/ruff format --check .

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 HEAVY = (
     "torch",
@@ -45,19 +43,15 @@ def printed(program: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.fixture
-def answer(data_dir: Path) -> list[str]:
-    """Start the API, ask it once, and return what it printed."""
-    return printed(ASK)[-2:]
-
-
-def test_the_api_answers_without_torch_within_two_seconds(answer: list[str]) -> None:
+def test_the_api_answers_without_torch_within_two_seconds(data_dir: Path) -> None:
     # CPU seconds: what the start needs, whoever waits for the machine. They stretch
-    # where a core's other thread is busy, and so does what they are compared with.
-    seconds, loaded = answer
-    assert loaded == "[]"
-    limit = max(START_LIMIT_S, START_LIMIT_BARE * float(printed(BARE)[-1]))
-    assert float(seconds) < limit
+    # where a core's other thread is busy: the least of three looks counts, and what an
+    # application without anything needs stretches with it.
+    looks = [printed(ASK)[-2:] for _ in range(3)]
+    assert [loaded for _, loaded in looks] == ["[]"] * 3
+    bare = min(float(printed(BARE)[-1]) for _ in range(3))
+    limit = max(START_LIMIT_S, START_LIMIT_BARE * bare)
+    assert min(float(seconds) for seconds, _ in looks) < limit
 
 
 def test_init_files_import_nothing() -> None:

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-import os
+import random
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from api.models import Artifact
 from api.transitions import now
 from tests.api.conftest import SUMMARY, Refused
 
-CONTENT = os.urandom(2**20 + 4321)
+CONTENT = random.Random(0).randbytes(2**20 + 4321)  # in every process of the tests
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 ETAG = f'"{SHA256}"'
 

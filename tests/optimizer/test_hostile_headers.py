@@ -116,9 +116,7 @@ OWN: dict[str, Make] = {
     "1.5 million flat keys": lambda: crafted(
         of(*(f'"{i}":1' for i in range(1_500_000)))
     ),
-    "a million flat keys": lambda: crafted(
-        of(*(f'"{i}":1' for i in range(1_000_000)))
-    ),
+    "a million flat keys": lambda: crafted(of(*(f'"{i}":1' for i in range(1_000_000)))),
     "2.4 million numbers as a shape": lambda: crafted(
         of(tensor("a", "[" + "123456789," * 2_390_000 + "1]", 0, 1))
     ),
