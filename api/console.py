@@ -20,6 +20,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from api import phases
+
 Json = dict[str, Any]
 Show = Callable[[Json], None]
 
@@ -85,7 +87,12 @@ def _plain_progress() -> Show:
 
 def _stage(job: Json) -> str:
     running = job["status"] == "running"
-    return str((job.get("phase") or "running") if running else job["status"])
+    return (_phase(job, job.get("phase")) or "running") if running else job["status"]
+
+
+def _phase(job: Json, phase: str | None) -> str:
+    trains = bool(job["request"].get("training"))
+    return phases.name(phase or "", trains).lower()
 
 
 def _eta(job: Json) -> str:
@@ -156,7 +163,8 @@ def failure(job: Json) -> None:
     if error:
         err.print(f"error: {error['message']}", markup=False, soft_wrap=True)
         again = "worth another try" if error.get("retryable") else "no use in retrying"
-        where = f"code {error['code']}, in phase {error.get('phase')}; {again}"
+        phase = _phase(job, error.get("phase"))
+        where = f"code {error['code']}, in phase {phase}; {again}"
         err.print(where, markup=False, soft_wrap=True)
 
 
@@ -240,7 +248,7 @@ def job(job: Json) -> None:
     facts = {
         "job": job["id"],
         "status": job["status"],
-        "phase": job.get("phase"),
+        "phase": _phase(job, job.get("phase")),
         "percent": f"{job['progress']['percent']:.1f}",
         "outcome": job.get("outcome"),
         "attempt": job.get("attempt"),

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import Request, Response
 from jinja2 import ChainableUndefined, Environment, FunctionLoader
 
-from api import page_session, page_words
+from api import page_session, page_words, phases
 from api.callers import Caller
 from api.metrics import service_version
 from optimizer import units
@@ -108,6 +108,7 @@ def _environment() -> Environment:
         "assets": f"/ui/assets/{assets_version()}",
         "version": service_version(),
         "words": page_words,
+        "phases": phases,
     }
     return found
 

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from api import phases
 from api.ids import PATTERN
 from api.models import FINAL, Status
 from optimizer import units
@@ -10,23 +11,6 @@ from optimizer import units
 Json = dict[str, Any]
 
 JOB_ID = re.compile(f"job_{PATTERN}")
-PHASES = {  # in the order in which a job goes through them
-    "load": "Load",
-    "calibrate": "Calibrate",
-    "sweep": "Sweep",
-    "search": "Search",
-    "validate": "Validate",
-    "export": "Export",
-    "report": "Report",
-}
-OF_TRAINING = {  # what the phases of a probe are
-    "load": "Load",
-    "calibrate": "fp32, twice",
-    "sweep": "Candidates",
-    "validate": "Promotions",
-    "export": "Export",
-    "report": "Report",
-}
 STATES = {  # sign, word: never told by color alone
     "queued": ("○", "Queued"),
     "running": ("◐", "Running"),
@@ -110,9 +94,9 @@ def state(status: str, outcome: str | None = None) -> tuple[str, str, str]:
     return sign, word, tones.get(status, "live" if live else "even")
 
 
-def phases(trains: bool) -> dict[str, str]:
-    """Return the phases of a job in its order, by name."""
-    return OF_TRAINING if trains else PHASES
+def trains(job: Any) -> bool:
+    """Say whether a job probes a training."""
+    return bool(job.request.get("training"))
 
 
 def component(name: str) -> str:
@@ -184,22 +168,22 @@ def progress(job: Any) -> str:
     if job.status is Status.RUNNING:
         left = job.progress.eta_seconds
         more = f", about {duration(left)} left" if left is not None else ""
-        names = phases(bool(job.request.get("training")))
-        return f"{names.get(job.phase or '', 'Starting')}{more}."
+        said = phases.name(job.phase, trains(job)) if job.phase else "Starting"
+        return f"{said}{more}."
     if job.status in (Status.FINALIZING, Status.CANCELLING):
         return f"{STATES[job.status][1]}."
     return ""
 
 
-def event(found: Json) -> str | None:
+def event(found: Json, of_training: bool = False) -> str | None:
     """Return an event as a line of the log. None: it is shown in another way."""
     kind, data = found["type"], found["data"]
     if kind in UNTOLD:
         return None
     match kind:
         case "job.phase_changed":
-            phase = data.get("phase", "")
-            return f"{PHASES.get(phase, phase)} began at {data.get('percent', 0):.0f} %"
+            phase = phases.name(data.get("phase", ""), of_training)
+            return f"{phase} began at {data.get('percent', 0):.0f} %"
         case "job.warning":
             return f"Warning: {data.get('message', data.get('code', ''))}"
         case "job.trial_completed":

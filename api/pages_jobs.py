@@ -1,5 +1,6 @@
 """The pages of jobs: the list, the form, one job, two side by side."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -104,13 +105,19 @@ def job_page(job_id: str, request: Request, visitor: Visitor, session: DB) -> Re
         here="jobs",
         job=view,
         live=row.status not in FINAL,
-        log=[(e, said) for e in found if (said := page_words.event(e))],
+        log=_log(view, found),
         last_seq=found[-1]["seq"] if found else 0,
         files=_files(jobs.artifacts(session, visitor.tenant_id, job_id)),
         front=page_plot.of_jobs([_points(view, found)], _sla_s(view)),
         losses=page_losses.drawn(_losses(session, visitor, job_id)),
         can_write="jobs:write" in visitor.scopes,
     )
+
+
+def _log(job: Any, events: Sequence[Any]) -> list[tuple[Any, str]]:
+    trains = page_words.trains(job)
+    said = [(each, page_words.event(each, trains)) for each in events]
+    return [(each, line) for each, line in said if line]
 
 
 @router.get("/ui/compare")

@@ -381,17 +381,26 @@ def test_no_line_is_wider_than_the_terminal(
     assert job in listed  # in one piece
 
 
+@pytest.mark.parametrize(("trains", "said"), [(False, "sweep"), (True, "candidates")])
 def test_progress_without_a_terminal_is_one_line_per_phase(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], trains: bool, said: str
 ) -> None:
     with console.live_progress() as show:
         for phase, percent in (("load", 1.0), ("load", 2.0), ("sweep", 20.0)):
             progress = {"percent": percent, "eta_seconds": 75}
-            show({"status": "running", "phase": phase, "progress": progress})
+            request = {"training": {"steps": 100}} if trains else {}
+            show(
+                {
+                    "status": "running",
+                    "phase": phase,
+                    "progress": progress,
+                    "request": request,
+                }
+            )
     lines = capsys.readouterr().err.splitlines()
     assert [line.split() for line in lines] == [
         ["load", "1.0", "%", "eta", "1:15"],
-        ["sweep", "20.0", "%", "eta", "1:15"],
+        [said, "20.0", "%", "eta", "1:15"],
     ]
 
 

@@ -50,6 +50,8 @@ def test_every_kind_of_event_is_a_line_or_is_shown_otherwise() -> None:
     assert (
         line("job.phase_changed", phase="sweep", percent=20.6) == "Sweep began at 21 %"
     )
+    began = {"type": "job.phase_changed", "data": {"phase": "sweep", "percent": 20.6}}
+    assert page_words.event(began, of_training=True) == "Candidates began at 21 %"
     assert line("job.succeeded", outcome="sla_met") == "Succeeded: SLA met"
     assert line("job.failed", error={"message": "no memory"}) == "Failed: no memory"
     assert line("job.odd") == "job.odd"

@@ -16,6 +16,12 @@ from api.settings import settings
 from tests.api.conftest import BODY
 from tests.api.test_trainings import SUMMARY
 
+FAILED = {
+    "code": "out_of_memory",
+    "category": "platform",
+    "retryable": True,
+    "message": "no memory",
+}
 ASSETS = Path(__file__).parents[2] / "api" / "data" / "assets"
 TEMPLATES = ASSETS.parent / "pages"
 
@@ -300,6 +306,24 @@ def test_jobs_of_both_kinds_stand_side_by_side(client: TestClient, done: str) ->
         jobs.succeed(session, claim, "recommended", SUMMARY, [])
     for pair in (f"job={made}&job={done}", f"job={done}&job={made}"):
         assert client.get(f"/ui/compare?{pair}").status_code == 200
+
+
+def test_the_phases_of_a_probe_have_its_own_names(
+    tiny: Path, client: TestClient
+) -> None:
+    body = {"model": "tiny", "hardware": "h100", "task": "finetune"}
+    made = client.post("/v1/optimize", json=body).json()["id"]
+    with db.transaction() as session:
+        claim = jobs.claim(session, made, "worker-1")
+        assert claim is not None
+        jobs.progress(session, claim, "calibrate", 5)
+    page = client.get(f"/ui/jobs/{made}").text
+    assert "Baseline in fp32 began at 5 %" in page  # the log
+    assert '<span data-phase="validate">Promotions</span>' in page
+    assert "Calibrate" not in page
+    with db.transaction() as session:
+        jobs.fail(session, claim, {**FAILED, "phase": "sweep"})
+    assert "Failed in Candidates" in client.get(f"/ui/jobs/{made}").text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ let seq = Number(article.dataset.seq);
 let stream, timer, polling;
 
 const span = (s) => (s < 100 ? `${Math.round(s)} s` : s < 6000 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
-const title = (word) => word.charAt(0).toUpperCase() + word.slice(1);
+const named = (phase) => document.querySelector(`[data-phase="${CSS.escape(phase)}"]`)?.textContent ?? phase;
 
 function progress({ percent, eta_seconds: eta, phase }) {
   const bar = document.getElementById("bar");
@@ -19,7 +19,7 @@ function progress({ percent, eta_seconds: eta, phase }) {
   bar.value = percent;
   document.getElementById("percent").textContent = `${Math.round(percent)} %`;
   const left = eta === null || eta === undefined ? "" : `, about ${span(eta)} left`;
-  document.getElementById("sentence").textContent = `${title(phase)}${left}.`;
+  document.getElementById("sentence").textContent = `${named(phase)}${left}.`;
 }
 
 function soon() {
