@@ -44,7 +44,8 @@ def create(request: Request, once: Once, body: OptimizeRequest) -> Answer:
     with db.glancing() as session:  # checking may take a while: hold no lock
         order = _order(session, once.tenant_id, body)
         spec = resolve.to_spec(session, once.tenant_id, body)
-    return _submit(request, once, spec, written, _signed(request, once.caller, order))
+        signed = _signed(request, once.caller, order)
+        return _submit(request, once, session, spec, written, signed)
 
 
 def retry(request: Request, once: Once, job_id: str) -> Answer:
@@ -55,12 +56,12 @@ def retry(request: Request, once: Once, job_id: str) -> Answer:
     """
     if told := once.told({}):
         return told
-    with db.reading() as session:
+    with db.glancing() as session:
         before = _ended(session, once.tenant_id, job_id)
         body = _as_written(before)
         order, spec = _as_then(session, before, body)
-    signed = _signed(request, once.caller, replace(order, retried_from=before.id))
-    return _submit(request, once, spec, before.body, signed, asked={})
+        signed = _signed(request, once.caller, replace(order, retried_from=before.id))
+        return _submit(request, once, session, spec, before.body, signed, asked={})
 
 
 def _order(session: Session, tenant_id: str, body: OptimizeRequest) -> Order:
@@ -82,6 +83,7 @@ def _order(session: Session, tenant_id: str, body: OptimizeRequest) -> Order:
 def _submit(
     request: Request,
     once: Once,
+    glanced: Session,
     spec: OptimizeSpec,
     written: dict[str, Any],
     order: Order,
@@ -102,7 +104,7 @@ def _submit(
         }
         return idempotency.answer(202, view, headers)
 
-    answer = once.run(written if asked is None else asked, act)
+    answer = once.go_on(glanced, written if asked is None else asked, act)
     if not answer.replayed:
         # After the commit: the worker must find the row.
         bells.ring_soon(made[-1].id, spec.hardware)

@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ BEGIN = "sqlite_begin"  # the execution option that picks SQLite's kind of BEGIN
 # SQLite's writers sleep while another writes; those of one process take turns instead.
 _turn = threading.RLock()
 
-_to_json = partial(json.dumps, allow_nan=False)  # NaN is not JSON, whoever wrote it
+_to_json = json.JSONEncoder(allow_nan=False).encode  # NaN is no JSON, whoever wrote it
 
 
 @cache
@@ -89,8 +89,7 @@ def _writers() -> sessionmaker[Session]:
 @contextmanager
 def transaction() -> Iterator[Session]:
     """Commit on the way out, roll back on an error. Nobody else commits."""
-    taking_turns = engine().dialect.name == "sqlite"
-    with _turn if taking_turns else nullcontext(), _writers().begin() as session:
+    with _turn if _sqlite() else nullcontext(), _writers().begin() as session:
         yield session
 
 
@@ -109,6 +108,27 @@ def glancing() -> Iterator[Session]:
     """
     with _glancers()() as session:
         yield session
+
+
+@contextmanager
+def writing(session: Session) -> Iterator[None]:
+    """Go on with a transaction in a session that has only glanced, as `transaction`.
+
+    Another session, with its connection, would cost a request as much as a query.
+    """
+    with _turn if _sqlite() else nullcontext():
+        try:
+            if _sqlite():  # elsewhere the first look began one, which has no snapshot
+                session.connection().connection.cursor().execute("BEGIN IMMEDIATE")
+            yield
+            session.commit()
+        except BaseException:
+            session.rollback()
+            raise
+
+
+def _sqlite() -> bool:
+    return engine().dialect.name == "sqlite"
 
 
 def get_session() -> Iterator[Session]:

@@ -90,10 +90,22 @@ class Once:
         with this key is being served.
         """
         with db.transaction() as session:
-            if self.key is None:
-                return act(session)
-            self._lock(session)
-            return self._find(session, body) or self._keep(session, body, act(session))
+            return self._act(session, body, act)
+
+    def go_on(
+        self, session: Session, body: Any, act: Callable[[Session], Answer]
+    ) -> Answer:
+        """Do as `run`, in a session that has only glanced."""
+        with db.writing(session):
+            return self._act(session, body, act)
+
+    def _act(
+        self, session: Session, body: Any, act: Callable[[Session], Answer]
+    ) -> Answer:
+        if self.key is None:
+            return act(session)
+        self._lock(session)
+        return self._find(session, body) or self._keep(session, body, act(session))
 
     def _lock(self, session: Session) -> None:
         """Be the only one with this key until the end; SQLite has one writer anyway."""

@@ -78,26 +78,27 @@ def submit(
     What is returned is to be read: the session does not know it (`transitions.begin`).
     Raises QuotaExceeded where the tenant has as many waiting as it may.
     """
-    at, heard = turns.admit(session, tenant_id)
-    job = Job(
-        id=ids.new("job"),
-        tenant_id=tenant_id,
-        status=Status.QUEUED,
-        attempt=0,
-        attempts_lost=0,
-        percent=0.0,
-        trials_done=0,
-        trials_planned=0,
-        body=body or {},
-        spec=spec.to_json(),
-        hardware=spec.hardware,
-        created_at=at,
-        queued_at=at,
-        rung_at=at,
+    connection = session.connection()
+    at, heard = turns.admit(connection, tenant_id)
+    columns = {
+        "id": ids.new("job"),
+        "tenant_id": tenant_id,
+        "status": Status.QUEUED,
+        "attempt": 0,
+        "attempts_lost": 0,
+        "percent": 0.0,
+        "trials_done": 0,
+        "trials_planned": 0,
+        "body": body or {},
+        "spec": spec.to_json(),
+        "hardware": spec.hardware,
+        "created_at": at,
+        "queued_at": at,
+        "rung_at": at,
         **order.columns(at),
-    )
+    }
     happened: list[Event] = [("job.created", {}), ("job.queued", {})]
-    begin(session, job, at, happened)
+    job = begin(connection, columns, at, happened)
     if heard:
         outbox.enqueue(session, job, 1, happened, at)
         session.flush()

@@ -118,16 +118,13 @@ class Job(Base):
     __tablename__ = "jobs"
     __table_args__ = (
         Index("ix_jobs_tenant_id_id", "tenant_id", "id"),
+        Index("ix_jobs_tenant_id_status_id", "tenant_id", "status", "id"),
         Index("ix_jobs_status_hardware_tenant_id", "status", "hardware", "tenant_id"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True, default=lambda: ids.new("job"))
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
-    status: Mapped[Status] = mapped_column(
-        words(Status),
-        default=Status.QUEUED,
-        index=True,
-    )
+    status: Mapped[Status] = mapped_column(words(Status), default=Status.QUEUED)
     body: Mapped[dict[str, Any]]  # the request as the caller wrote it
     spec: Mapped[dict[str, Any]]  # the same, resolved
     hardware: Mapped[str] = mapped_column(default="", server_default="")

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
-from sqlalchemy import ColumnElement, Table, and_, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Table,
+    and_,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.orm import Session
 
 from api import outbox
@@ -21,7 +30,8 @@ CLOCKS: dict[str, ColumnElement[Any]] = {  # by dialect; read with `moment`
 }
 _NOW = {name: select(clock) for name, clock in CLOCKS.items()}  # made once, run often
 _ADD_JOB = insert(cast(Table, Job.__table__))
-_COLUMNS = tuple(column.key for column in Job.__table__.columns)
+_NULLS = dict.fromkeys(Job.__table__.columns.keys())
+_AS_READ = Job.__mapper__.class_manager.new_instance  # a row that was never set
 _ADD_EVENTS = insert(cast(Table, JobEvent.__table__))
 
 
@@ -111,34 +121,39 @@ def move(
     if job is None:
         return None
     first = job.last_seq - len(happened) + 1
-    _log(session, job, first, happened, at)
+    _log(session.connection(), job, first, happened, at)
     outbox.enqueue(session, job, first, happened, at)
     session.flush()
     return job
 
 
-def begin(session: Session, job: Job, at: datetime, happened: list[Event]) -> None:
+def begin(
+    connection: Connection, columns: dict[str, Any], at: datetime, happened: list[Event]
+) -> Job:
     """Add a job that nobody knows yet, with what happened to it so far.
 
-    Nobody is told: that is the caller's. `job` has every column that is not null. The
+    Nobody is told: that is the caller's. `columns` has every one that is not null. The
     row is written past the unit of work, which would take longer than all the rest of
-    a request: the session does not know `job`, which is to be read and not changed.
+    a request: no session knows the job, which is to be read and not changed.
     """
-    job.last_seq = len(happened)
-    row = {name: job.__dict__.get(name) for name in _COLUMNS}
-    session.connection().execute(_ADD_JOB, row)
-    _log(session, job, 1, happened, at)
+    columns["last_seq"] = len(happened)
+    said = {name: value for name, value in columns.items() if value is not None}
+    connection.execute(_ADD_JOB, said)  # each null would cost time
+    job = cast(Job, _AS_READ())
+    job.__dict__.update(_NULLS, **columns)
+    _log(connection, job, 1, happened, at)
+    return job
 
 
 def _log(
-    session: Session, job: Job, first: int, happened: list[Event], at: datetime
+    connection: Connection, job: Job, first: int, happened: list[Event], at: datetime
 ) -> None:
     rows = [
         _event(job, seq, kind, details, at)
         for seq, (kind, details) in enumerate(happened, first)
     ]
     if rows:
-        session.connection().execute(_ADD_EVENTS, rows)
+        connection.execute(_ADD_EVENTS, rows)
 
 
 def _event(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
+    Connection,
     Select,
     Subquery,
     and_,
@@ -63,13 +64,12 @@ class Admission(NamedTuple):
     heard: bool  # some endpoint of the tenant may want to know
 
 
-def admit(session: Session, tenant_id: str) -> Admission:
+def admit(connection: Connection, tenant_id: str) -> Admission:
     """Let the tenant queue one more job. Raises QuotaExceeded.
 
     Until the transaction ends, no other one of the tenant's is let in.
     """
-    connection, which = session.connection(), {"tenant": tenant_id}
-    dialect = connection.dialect.name
+    which, dialect = {"tenant": tenant_id}, connection.dialect.name
     if dialect == "postgresql":  # before the count, which then sees who held the lock
         connection.execute(_LOCK, which)
     at, own, queued, heard = connection.execute(_STANDING[dialect], which).one()
