@@ -25,6 +25,8 @@ FAILED = {
 ASSETS = Path(__file__).parents[2] / "api" / "data" / "assets"
 TEMPLATES = ASSETS.parent / "pages"
 
+KINDS = ("measured", "predicted", "chosen")  # of points
+
 
 @pytest.fixture
 def browser(sqlite: Path, bells: list[str]) -> Iterator[TestClient]:
@@ -324,6 +326,22 @@ def test_the_phases_of_a_probe_have_its_own_names(
     with db.transaction() as session:
         jobs.fail(session, claim, {**FAILED, "phase": "sweep"})
     assert "Failed in Candidates" in client.get(f"/ui/jobs/{made}").text
+
+
+def test_the_legend_of_two_fronts_shows_how_both_are_drawn(
+    client: TestClient, done: str
+) -> None:
+    body = {"model": "tiny", "hardware": "h200"}
+    made = client.post("/v1/optimize", json=body).json()["id"]
+    with db.transaction() as session:
+        claim = jobs.claim(session, made, "worker-1")
+        assert claim is not None
+        jobs.succeed(session, claim, "sla_met", SUMMARY, [])
+    page = client.get(f"/ui/compare?job={done}&job={made}").text
+    legend = page.partition('<ul class="legend">')[2].partition("</ul>")[0]
+    said = re.findall(r'class="mark (s\d \w+)"', legend)
+    both = [f"s{n} {kind}" for kind in KINDS for n in (0, 1)]
+    assert said == ["s0 measured", "s1 measured", *both]
 
 
 @pytest.mark.parametrize(
