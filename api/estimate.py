@@ -102,10 +102,11 @@ def estimate(body: EstimateRequest, caller: Caller) -> dict[str, Any]:
 def _asked(body: EstimateRequest) -> TrainingBody | None:
     """Return how the model is trained: by its task, and by `training` before it."""
     of_task = trainings.estimated(body)
-    if not of_task:
-        return body.training
+    if not of_task and body.training is None:
+        return None
     more = body.training.model_dump(exclude_unset=True) if body.training else {}
-    return TrainingBody(**{**of_task, **more})
+    usual = {"lora_rank": trainings.LORA_RANK} if more.get("scenario") == "lora" else {}
+    return TrainingBody(**{**usual, **of_task, **more})
 
 
 def _estimate(

@@ -20,6 +20,7 @@ OF_SERVING = {  # what a training has not, and why
 
 SCENARIOS = {"pretrain": "pretraining", "finetune": "finetuning", "lora": "lora"}
 HELD = {"bf16": "mixed", "fp16": "mixed"}  # of an arithmetic, in the ledger of memory
+LORA_RANK = TASKS_OF["lora"].lora_rank  # where an estimate names none
 
 
 def trains(request: OptimizeRequest) -> bool:

@@ -322,6 +322,14 @@ def test_training_is_told_even_where_serving_does_not_fit(client: TestClient) ->
     assert found["training"]["memory"]["devices"] == 512
 
 
+def test_adapters_alone_are_trained_where_lora_is_asked_for(client: TestClient) -> None:
+    found = answered(client, training={"scenario": "lora"})["training"]
+    assert found["assumed"]["lora_rank"] == 8
+    assert found["fits"]  # 15.2 GB of frozen weights, and little more
+    whole = answered(client, training={"scenario": "lora", "lora_rank": None})
+    assert not whole["training"]["fits"]
+
+
 def test_more_tokens_than_the_model_takes_are_warned_of(client: TestClient) -> None:
     workload = {"prompt_tokens": 10_000}
     found = answered(client, model="llama-3-8b", workload=workload)
