@@ -43,6 +43,8 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 app = typer.Typer(
     name="precision",
     help="Find the Pareto-optimal numeric precision for every layer of a model.",
+    epilog="Exit codes: 0 done, 1 error, 2 usage, 3 no stack meets the target (doctor: "
+    "something is wrong), 130 interrupted.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -310,8 +312,11 @@ def report(
     to: Annotated[
         Path | None, typer.Option("--out", help="File to write; else stdout.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Get the report of a job that succeeded."""
+    """Get the report of a job that succeeded; as JSON where no other form is named."""
+    if as_json and (html or form not in (None, "json")):
+        raise typer.BadParameter("name one form", param_hint="--json")
     content = client.report_as(job_id, form or ("html" if html else "json"))
     if to is None:
         sys.stdout.buffer.write(content)

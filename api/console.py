@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,6 +26,8 @@ from api import phases
 Json = dict[str, Any]
 Show = Callable[[Json], None]
 
+NARROW = 60  # columns: in fewer a table of ours would be folded to letters
+IDS = ("id", "job", "endpoint", "delivery")  # in two pieces they cannot be copied
 PLAIN_EVERY_S = 5.0  # without a terminal: one line this often, and at each phase
 
 out = Console(highlight=False, soft_wrap=False)
@@ -62,7 +65,7 @@ def live_bytes(what: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = (
         TextColumn("{task.description:<10}"),
         BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
+        DownloadColumn(),
         TransferSpeedColumn(),
     )
     with Progress(*columns, console=err, expand=True) as bar:
@@ -107,8 +110,24 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
+def moment(iso: str) -> str:
+    """Return 2026-11-01T12:00:07.123+00:00 as 2026-11-01 12:00, which is UTC."""
+    return iso[:16].replace("T", " ")
+
+
+def megabytes(size: int) -> str:
+    """Return 134515008 as 134.5: decimal, as everywhere."""
+    return f"{size / 1e6:.1f}"
+
+
 def rows(title: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
-    """Print a table; numbers are aligned right, long words are folded."""
+    """Print a table; numbers are aligned right, long words are folded.
+
+    A window too narrow for that gets a line for each cell, and its name.
+    """
+    if out.width < NARROW and _width(title, lines) > out.width:
+        _records(title, lines)
+        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     for i, name in enumerate(title):
         numeric = bool(lines) and all(_is_number(line[i]) for line in lines)
@@ -116,11 +135,27 @@ def rows(title: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
             name,
             justify="right" if numeric else "left",
             overflow="fold",
-            no_wrap=name == "job",  # an id in two pieces cannot be copied
+            no_wrap=name in IDS,
         )
     for line in lines:
         table.add_row(*("" if cell is None else str(cell) for cell in line))
     out.print(table)
+
+
+def _width(title: Sequence[str], lines: Sequence[Sequence[object]]) -> int:
+    """Return how many columns a table takes where nothing is folded."""
+    columns = zip(title, *lines, strict=True)
+    longest = [max(cell_len(str(cell or "")) for cell in column) for column in columns]
+    return sum(longest) + len(longest) - 1
+
+
+def _records(title: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
+    widest = max(map(len, title))
+    for line in lines:
+        for name, cell in zip(title, line, strict=True):
+            if cell not in (None, ""):
+                out.print(f"{name:<{widest}} {cell}", markup=False)
+        out.print()
 
 
 def _is_number(cell: object) -> bool:
@@ -132,7 +167,7 @@ def stack(document: Json) -> None:
     """Print the verdict of a report and the chosen stack by component."""
     out.print()
     rows(
-        ("component", "sites × choice", "KL nats", "µs/tok", "MiB"),
+        ("component", "sites × choice", "KL nats", "µs/tok", "MB"),
         [_component(part) for part in document["components"]],
     )
     out.print()
@@ -152,7 +187,7 @@ def _component(part: Json) -> tuple[str, ...]:
         "\n".join(f"{sites:>2} × {choice}" for choice, sites in frequent_first),
         f"{part['kl_nats']:.5f}",
         f"{part['per_token_s'] * 1e6:.2f}",
-        f"{part['bytes'] / 2**20:.1f}",
+        megabytes(part["bytes"]),
     )
 
 
@@ -203,13 +238,13 @@ def _trial_line(trial: Json) -> tuple[object, ...]:
 def models(found: list[Json]) -> None:
     """Print a list of models."""
     rows(
-        ("name", "architecture", "parameters", "MiB"),
+        ("name", "architecture", "parameters", "MB"),
         [
             (
                 model["name"],
                 model.get("architecture"),
                 model.get("parameters"),
-                f"{model.get('stored_bytes', 0) / 2**20:.1f}",
+                megabytes(model.get("stored_bytes", 0)),
             )
             for model in found
         ],
@@ -219,11 +254,12 @@ def models(found: list[Json]) -> None:
 def model(found: Json) -> None:
     """Print a model, and its files with their digests."""
     facts = ("name", "id", "architecture", "parameters", "declared_dtype", "sha256")
-    rows(("", ""), [(fact, found.get(fact)) for fact in facts])
+    for fact in facts:
+        out.print(f"{fact:<14} {found.get(fact)}", markup=False, soft_wrap=True)
     out.print()
     files = found.get("files") or []
-    lines = [(f["path"], f"{f['bytes'] / 2**20:.1f}", f["sha256"][:16]) for f in files]
-    rows(("file", "MiB", "sha256"), lines)
+    lines = [(f["path"], megabytes(f["bytes"]), f["sha256"][:16]) for f in files]
+    rows(("file", "MB", "sha256"), lines)
 
 
 def datasets(found: list[Json]) -> None:
@@ -268,10 +304,16 @@ def job(job: Json) -> None:
 
 
 def event_line(event: Json) -> str:
-    """Return one event as a line."""
-    shown = {k: v for k, v in event.get("data", {}).items() if k != "job_id"}
-    facts = " ".join(f"{k}={v}" for k, v in shown.items() if v is not None)
-    return f"{event['seq']:>4} {event['timestamp']} {event['type']} {facts}".rstrip()
+    """Return one event as a line: when in UTC, and what, in the words of the pages."""
+    from api.page_words import event as words, phases  # it knows the database
+
+    data = event["data"]
+    said = words(event)
+    if said is None and "percent" in data:
+        phase = data.get("phase") or ""
+        said = f"{phases(False).get(phase, phase)}: {data['percent']:.0f} %"
+    when = event["timestamp"][:19].replace("T", " ")
+    return f"{event['seq']:>4} {when} {said or event['type']}"
 
 
 def problem(document: Json) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from api import console
 from api.client import Client
-from api.options import AsJson, connected, emit
+from api.options import AsJson, connected, deleted, emit
 
 jobs = typer.Typer(no_args_is_help=True, help="Look at jobs, and end or repeat them.")
 
@@ -96,10 +96,11 @@ def retry_job(
 def delete_job(
     client: Client,
     job_id: JobId,
+    as_json: AsJson = False,
 ) -> None:
     """Delete the files of a job that has ended; what it was stays on record."""
     client.delete(job_id)
-    console.err.print(f"deleted {job_id}", soft_wrap=True)
+    deleted(job_id, as_json)
 
 
 @jobs.command("trials")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from api.models import ApiKey
 
 OPERATOR = "operator"  # the actor of what is done here, in the audit log
+CREATED = "created (UTC)"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 keys = typer.Typer(
@@ -80,7 +81,7 @@ def list_keys(as_json: AsJson = False, data_dir: DataDir = DATA_DIR) -> None:
             }
             for key, tenant in auth.keys(session)
         ]
-    title = ("id", "name", "tenant", "kind", "scopes", "created_at", "status")
+    title = ("id", "name", "tenant", "kind", "scopes", CREATED, "status")
     _show(title, found, as_json)
 
 
@@ -147,7 +148,7 @@ def list_tenants(as_json: AsJson = False, data_dir: DataDir = DATA_DIR) -> None:
             }
             for tenant in rows.everyone(session)
         ]
-    _show(("id", "name", "created_at", "max_queued", "max_running"), found, as_json)
+    _show(("id", "name", CREATED, "max_queued", "max_running"), found, as_json)
 
 
 @tenants.command("create")
@@ -259,4 +260,7 @@ def _show(title: tuple[str, ...], found: list[dict[str, Any]], as_json: bool) ->
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        console.rows(title, [[row[column] for column in title] for row in found])
+        shown = [
+            {**row, CREATED: console.moment(row.get("created_at", ""))} for row in found
+        ]
+        console.rows(title, [[row[column] for column in title] for row in shown])

@@ -8,7 +8,7 @@ import typer
 from api import console, transfers
 from api.client import Client, ClientError
 from api.operate import OperateError
-from api.options import AsJson, connected, emit
+from api.options import AsJson, connected, deleted, emit
 
 models = typer.Typer(no_args_is_help=True, help="The models that the service knows.")
 datasets = typer.Typer(no_args_is_help=True, help="The texts that jobs may measure on.")
@@ -66,10 +66,11 @@ def add_model(
 def delete_model(
     client: Client,
     name: str,
+    as_json: AsJson = False,
 ) -> None:
     """Delete a model of yours, and the files that were uploaded for it."""
     client.delete_model(name)
-    console.err.print(f"deleted {name}", soft_wrap=True)
+    deleted(name, as_json)
 
 
 @datasets.command("list")
@@ -101,10 +102,11 @@ def add_dataset(
 def delete_dataset(
     client: Client,
     name: str,
+    as_json: AsJson = False,
 ) -> None:
     """Delete a dataset of yours."""
     client.delete_dataset(name)
-    console.err.print(f"deleted {name}", soft_wrap=True)
+    deleted(name, as_json)
 
 
 # -- sending -------------------------------------------------------------------

@@ -34,6 +34,11 @@ DataDir = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
+def dumps(value: Any) -> str:
+    """Return JSON for machines and people."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
 class OperateError(Exception):
     """It cannot be done here; the message says why and what to do."""
 
@@ -71,6 +76,7 @@ def serve(
         int,
         typer.Option(min=1, max=64, help="Workers that share this machine's cores."),
     ] = 1,
+    as_json: AsJson = False,
     data_dir: DataDir = DATA_DIR,
 ) -> None:
     """Run the whole service on this machine until Ctrl-C."""
@@ -78,12 +84,22 @@ def serve(
 
     options = Options(data_dir, host, port, tuple(model_root or ()), workers)
     try:
-        raise typer.Exit(run(options, typer.echo))
+        if as_json:  # of what goes on later only people want to hear
+            ended = run(options, console.err.print, lambda at: typer.echo(dumps(at)))
+        else:
+            ended = run(options, typer.echo, _ready)
+        raise typer.Exit(ended)
     except ServeError as error:
         raise OperateError(str(error)) from None
 
 
-def demo(data_dir: DataDir = DATA_DIR) -> None:
+def _ready(at: dict[str, str]) -> None:
+    typer.echo(f"ready      {at['url']}")
+    typer.echo(f"bearer key {at['api_key']}")
+    typer.echo(f"data       {at['data_dir']}  (logs in logs/)")
+
+
+def demo(as_json: AsJson = False, data_dir: DataDir = DATA_DIR) -> None:
     """Start a service, optimize the demo model over HTTP, show the result, stop."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end it in order
     with _service(data_dir) as client:
@@ -101,10 +117,15 @@ def demo(data_dir: DataDir = DATA_DIR) -> None:
         if job["status"] != "succeeded":
             console.failure(job)
             raise typer.Exit(1)
-        console.stack(client.report(job["id"]))
+        if not as_json:
+            console.stack(client.report(job["id"]))
         page = data_dir / "reports" / f"{job['id']}.html"
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(client.report_html(job["id"]))
+    if as_json:
+        made = {"job": job, "seconds": took_s, "report_html": str(page.resolve())}
+        typer.echo(dumps(made))
+        return
     console.out.print(f"outcome: {job['outcome']}; the job took {took_s:.1f} s")
     console.out.print(f"report: {page.resolve()}", soft_wrap=True)
 

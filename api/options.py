@@ -5,7 +5,6 @@ or what a service on this machine left in --data-dir.
 """
 
 import inspect
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Concatenate
 
 import typer
 
-from api import operate
+from api import console, operate
 from api.client import Client
 
 Url = Annotated[
@@ -25,6 +24,7 @@ Key = Annotated[
     typer.Option(envvar="PRECISION_API_KEY", help="API key.", show_envvar=True),
 ]
 AsJson = operate.AsJson
+dumps = operate.dumps
 
 
 def connect(url: str | None, key: str | None, data_dir: Path) -> Client:
@@ -71,9 +71,12 @@ def seconds(text: str, option: str | None = None) -> float:
     return value
 
 
-def dumps(value: Any) -> str:
-    """Return JSON for machines and people."""
-    return json.dumps(value, indent=2, ensure_ascii=False)
+def deleted(what: str, as_json: bool) -> None:
+    """Say that something is gone: on stderr for people, for there is no result."""
+    if as_json:
+        typer.echo(dumps({"deleted": what}))
+    else:
+        console.err.print(f"deleted {what}", soft_wrap=True)
 
 
 def emit(value: Any, as_json: bool, show: Callable[[Any], None]) -> None:

@@ -41,6 +41,7 @@ SAME_SIGNAL_S = 0.5
 WORKER = "worker --without-gossip --without-mingle --loglevel INFO --hostname"
 
 Say = Callable[[str], None]
+Ready = Callable[[dict[str, str]], None]  # is given `url`, `api_key` and `data_dir`
 
 
 class ServeError(Exception):
@@ -58,7 +59,7 @@ class Options:
     workers: int = 1  # they share the machine's cores
 
 
-def serve(options: Options, say: Say) -> int:
+def serve(options: Options, say: Say, ready: Ready) -> int:
     """Run until SIGINT, SIGTERM or SIGHUP; a second signal does not wait.
 
     Returns 0 after a signal. Raises ServeError: the folder or the port is taken, no
@@ -76,7 +77,7 @@ def serve(options: Options, say: Say) -> int:
             for program in _programs(data_dir, listener, options.workers):
                 rotate(program.log)
                 supervisor.start(program)
-            _run(supervisor, data_dir, _url(listener), key, signals, say)
+            _run(supervisor, data_dir, _url(listener), key, signals, ready)
         finally:
             (data_dir / "address").unlink(missing_ok=True)
             supervisor.stop(forced=lambda: signals.forced)
@@ -135,7 +136,7 @@ def _run(
     url: str,
     key: str,
     signals: _Signals,
-    say: Say,
+    ready: Ready,
 ) -> None:
     with Client(url, timeout_s=5.0) as client:
         _wait_until_ready(supervisor, client, data_dir, signals)
@@ -143,9 +144,7 @@ def _run(
         return
     address = {"url": url, "pid": os.getpid(), "children": supervisor.pids()}
     _write(data_dir / "address", json.dumps(address) + "\n")
-    say(f"ready      {url}")
-    say(f"bearer key {key}")
-    say(f"data       {data_dir}  (logs in logs/)")
+    ready({"url": url, "api_key": key, "data_dir": str(data_dir)})
     while not signals.arrived.wait(TICK_S):
         supervisor.check()
 

@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from api.model_files import MAX_SMALL_BYTES, MODEL_FILES, NEEDED, WEIGHTS
 from api.schemas import Body, FolderPath, Name
+from optimizer.units import size
 
 MAX_FILES = 1_100
 MAX_BYTES = 2**50
@@ -35,7 +36,8 @@ class FileBody(Body):
             )
         if self.bytes > MAX_SMALL_BYTES:
             raise PydanticCustomError(
-                "file_too_large", "only weights may have more than 64 MiB"
+                "file_too_large",
+                f"only weights may have more than {size(MAX_SMALL_BYTES)}",
             )
         return self
 

@@ -6,7 +6,7 @@ import typer
 
 from api import console
 from api.client import Client
-from api.options import AsJson, connected, emit
+from api.options import AsJson, connected, deleted, emit
 
 webhooks = typer.Typer(
     no_args_is_help=True, help="Where to tell of jobs that end, and whether it arrived."
@@ -82,10 +82,11 @@ def list_deliveries(
 def delete_webhook(
     client: Client,
     endpoint: EndpointId,
+    as_json: AsJson = False,
 ) -> None:
     """Delete an endpoint, what waits for it and its log."""
     client.delete_webhook(endpoint)
-    typer.echo(f"deleted {endpoint}")
+    deleted(endpoint, as_json)
 
 
 def _endpoints(found: list[dict[str, Any]]) -> None:

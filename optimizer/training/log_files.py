@@ -10,6 +10,7 @@ from pathlib import Path
 
 from optimizer.training.log_events import event_rows, looks_like_events
 from optimizer.training.logs import LogError, Row, RunLog, run_log
+from optimizer.units import size
 
 MAX_BYTES = 256 << 20
 HISTORY = '"log_history"'  # of trainer_state.json
@@ -26,7 +27,7 @@ def read_log(path: Path) -> RunLog:
     if not path.is_file():
         raise LogError(f"no file {path}")
     if path.stat().st_size > MAX_BYTES:
-        raise LogError(f"{path.name} has more than {MAX_BYTES >> 20} MiB")
+        raise LogError(f"{path.name} has more than {size(MAX_BYTES)}")
     return parse_log(path.read_bytes())
 
 

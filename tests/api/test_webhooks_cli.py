@@ -35,7 +35,8 @@ def test_an_endpoint_from_its_addition_to_its_end(
         "webhooks", "deliveries", endpoint, "--state", "delivered", "--json"
     )
     assert json.loads(out) == []
-    assert precision("webhooks", "delete", endpoint)[:2] == (0, f"deleted {endpoint}\n")
+    code, _, err = precision("webhooks", "delete", endpoint)
+    assert (code, err) == (0, f"deleted {endpoint}\n")
     _, out, _ = precision("webhooks", "list", "--json")
     assert json.loads(out) == []
 
