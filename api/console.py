@@ -303,15 +303,15 @@ def job(job: Json) -> None:
         out.print(f"  {component:<13} {choice}", markup=False)
 
 
-def event_line(event: Json) -> str:
+def event_line(event: Json, of_training: bool = False) -> str:
     """Return one event as a line: when in UTC, and what, in the words of the pages."""
-    from api.page_words import event as words, phases  # it knows the database
+    from api import page_words, phases  # other commands do without
 
     data = event["data"]
-    said = words(event)
+    said = page_words.event(event, of_training)
     if said is None and "percent" in data:
-        phase = data.get("phase") or ""
-        said = f"{phases(False).get(phase, phase)}: {data['percent']:.0f} %"
+        phase = phases.name(data.get("phase") or "", of_training)
+        said = f"{phase}: {data['percent']:.0f} %"
     when = event["timestamp"][:19].replace("T", " ")
     return f"{event['seq']:>4} {when} {said or event['type']}"
 

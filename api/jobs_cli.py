@@ -130,9 +130,13 @@ def list_events(
     as_json: AsJson = False,
 ) -> None:
     """Show what happened to a job so far; with --json one event per line."""
+    if as_json:
+        for event in client.events(job_id):
+            typer.echo(json.dumps(event))
+        return
+    trains = bool(client.job(job_id)["request"].get("training"))
     for event in client.events(job_id):
-        line = json.dumps(event) if as_json else console.event_line(event)
-        typer.echo(line)
+        typer.echo(console.event_line(event, trains))
 
 
 def _state(job: dict[str, Any]) -> None:
