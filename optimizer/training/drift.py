@@ -111,7 +111,7 @@ def drift(
     `again` is the second run in fp32, on the data in another order.
     """
     names = layers(baseline.norms)
-    norms = [_by_layer(f.norms) for f in (baseline, again, candidate)]
+    norms = [norms_by_layer(f.norms) for f in (baseline, again, candidate)]
     moved = [_moved(f) for f in (baseline, again, candidate)]
     noise_of_norms = _pooled(
         [_ratio(norms[1][n].sum(), norms[0][n].sum()) for n in names]
@@ -138,7 +138,7 @@ def _pooled(noise: Sequence[float]) -> list[float]:
     return [max(size, usual) for size in sizes]
 
 
-def _by_layer(norms: Mapping[str, Sequence[float]]) -> dict[str, Values]:
+def norms_by_layer(norms: Mapping[str, Sequence[float]]) -> dict[str, Values]:
     """Return the norm of each layer's gradient in every step."""
     squares: dict[str, Values] = {}
     for name, values in norms.items():

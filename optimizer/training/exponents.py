@@ -21,6 +21,7 @@ from optimizer.quantize import IEEE_DTYPES, fake_quantize
 LOWEST, HIGHEST = -127, 127  # -127: float32's subnormals, all below 2^-126
 BINS = HIGHEST - LOWEST + 1
 PART = 1 << 15  # elements looked at together: in the cache, and in the calling thread
+NEARLY = 0.999  # times a limit: below it no rounding of a division reaches it
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -166,7 +167,7 @@ def _look(x: Tensor, formats: Mapping[str, tuple[Format, Tensor]]) -> Seen:
     nan = int(x.isnan().sum()) if len(finite) < len(x) else 0
     nonzero = int(finite.count_nonzero())
     seen = Seen(
-        counts=_exponents(finite),
+        counts=_exponents(finite, len(finite) - nonzero),
         elements=len(x),
         zeros=len(finite) - nonzero,
         infinite=len(x) - len(finite) - nan,
@@ -190,12 +191,11 @@ def _squares(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64).square())
 
 
-def _exponents(x: Tensor) -> list[int]:
-    """Count the exponents of finite float32 values; zeros count nowhere."""
+def _exponents(x: Tensor, zeros: int) -> list[int]:
+    """Count the exponents of finite float32 values; the zeros among them nowhere."""
     biased = (x.view(torch.int32) >> 23).bitwise_and_(0xFF)
-    counts = torch.bincount(biased, minlength=BINS)[:BINS]
-    counts[0] -= (x == 0).sum()
-    found: list[int] = counts.tolist()
+    found: list[int] = torch.bincount(biased, minlength=BINS)[:BINS].tolist()
+    found[0] -= zeros
     return found
 
 
@@ -215,6 +215,8 @@ def _taken(x: Tensor, fmt: Format, scale: Tensor, seen: Seen) -> Taken:
 def _over(x: Tensor, fmt: Format, scale: Tensor, largest: float) -> int:
     """Count what rounds beyond the format; nothing does where the largest does not."""
     limit = overflow_limit(fmt)
+    if largest < NEARLY * limit * float(scale):
+        return 0  # without a tensor of one value, which costs as much as a part does
     if float(torch.tensor(largest, dtype=x.dtype) / scale.cpu()) < limit:
         return 0
     return int(((x / scale).double().abs() >= limit).sum())

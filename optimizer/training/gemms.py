@@ -155,13 +155,17 @@ class Routed:
     matrices: dict[str, Matrix]
     scales: dict[str, Scales]
 
-    def record_weights(self, recorder: Recorder, scale: float) -> None:
-        """Record every W, and its gradient as the product handed it on: scaled."""
+    def record_weights(self, recorder: Recorder) -> None:
+        """Record every W."""
         for name, matrix in self.matrices.items():
-            scales, gradient = self.scales.get(name), matrix.parameter.grad
-            recorder.saw(name, "weight", matrix.parameter, scales)
-            if gradient is not None:
-                recorder.saw(name, "weight_gradient", gradient * scale, None)
+            recorder.saw(name, "weight", matrix.parameter, self.scales.get(name))
+
+    def record_gradients(self, recorder: Recorder, scale: float) -> None:
+        """Record the gradient of every W as the product handed it on: scaled."""
+        for name, matrix in self.matrices.items():
+            if matrix.parameter.grad is not None and recorder.on:
+                gradient = matrix.parameter.grad * scale
+                recorder.saw(name, "weight_gradient", gradient, None)
 
     def roll(self) -> None:
         """End a step: delayed scales follow what it had."""

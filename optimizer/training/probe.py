@@ -16,6 +16,7 @@ from optimizer.training.candidates import BASELINE, Candidate
 from optimizer.training.causes import Cause
 from optimizer.training.drift import drift
 from optimizer.training.gemms import matrices
+from optimizer.training.reasons import reasons
 from optimizer.training.spec import TrainingSpec
 from optimizer.training.train_data import FIRST, SECOND
 from optimizer.training.trainer import Figures, Problem, Run, Told
@@ -100,12 +101,14 @@ def probe(
 
 def judge(candidate: Candidate, figures: Figures, found: Probed, seed: int) -> Tried:
     """Hold a run against the baseline."""
+    drifts = drift(found.baseline, found.again, figures, seed)
     return Tried(
         candidate,
         figures,
-        drift(found.baseline, found.again, figures, seed),
+        drifts,
         held_out_loss(found.baseline, found.again, figures, seed),
         causes.of_candidate(candidate, figures, found.baseline),
+        reasons(candidate, figures, found.baseline, drifts),
     )
 
 

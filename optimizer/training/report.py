@@ -52,6 +52,7 @@ def view(document: Mapping[str, Any]) -> Json:
         "colors": {c["name"]: n % COLORS for n, c in enumerate(tried)},
         "curves": curves.curves(_runs(d, tried)),
         "drift": heat(_drift(tried), DRIFT_STEPS),
+        "reasons": _reasons(tried),
         "zeros": heat(_zeros(d, tried), ZERO_STEPS),
         "strips": [
             found
@@ -127,6 +128,16 @@ def _drift(tried: Sequence[Json]) -> dict[str, dict[str, float | None]]:
         for row in candidate["rounds"][0].get("drift") or []:
             found.setdefault(row["layer"], {})[candidate["name"]] = _worst(row)
     return found
+
+
+def _reasons(tried: Sequence[Json]) -> list[tuple[str, Json]]:
+    """Return the layers that drift in first runs, each with its candidate and why."""
+    return [
+        (candidate["name"], row)
+        for candidate in tried
+        for row in candidate["rounds"][0].get("drift") or []
+        if row.get("why")
+    ]
 
 
 def _worst(row: Json) -> float | None:

@@ -142,8 +142,9 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.how.rate(step)
         looked = step in looked_at(self.how.steps)
+        weights = looked and self._weights_count(step)
         for _ in range(MOST_SKIPS):
-            loss, scale = self._try(looked)
+            loss, scale = self._try(looked, weights)
             if self._finite():
                 self._take(step, loss, scale, looked)
                 return
@@ -151,11 +152,19 @@ class Run:
                 break
             self.figures.skipped.append((step, scale))
             self._apply()  # which takes no step, and lowers the scale
-        self._try(looked=True)  # to see where it happens
+        self._try(looked=True, weights=True)  # to see where it happens
         self.recorder.keep()
         self.figures.stopped = self._why(step, loss)
 
-    def _try(self, looked: bool) -> tuple[float, float]:
+    def _weights_count(self, step: int) -> bool:
+        """Whether weights are looked at in a step that is: in FP8, and at both ends.
+
+        They are as many values as their gradients, and hardly change from step to step;
+        under an FP8 scale that is made of earlier steps even that counts.
+        """
+        return self.candidate.scaling is not None or step in (0, self.how.steps - 1)
+
+    def _try(self, looked: bool, weights: bool) -> tuple[float, float]:
         """Run the step's samples forth and back. Return its loss, and the loss's scale."""
         self.recorder.begin(looked)
         scale = self.scaler.get_scale() if self.scaler else 1.0
@@ -163,7 +172,9 @@ class Run:
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         if self.processes.first:
-            self.routed.record_weights(self.recorder, scale)
+            self.routed.record_gradients(self.recorder, scale)
+            if weights:
+                self.routed.record_weights(self.recorder)
         return loss, scale
 
     def _finite(self) -> bool:

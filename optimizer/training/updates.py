@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from optimizer.formats import BF16, FP16, Format
 from optimizer.quantize import IEEE_DTYPES
 from optimizer.training.candidates import Candidate
+from optimizer.training.exponents import PART
 
 STORED = (BF16, FP16)  # what weights without masters are in
 
@@ -68,27 +69,34 @@ def note(
         update.steps += 1
         update.ratio += rate * float(parameter.grad.float().norm()) / size
         update.step_ratio += float((new - old).norm()) / size
-        _note_lost(update, old, new, parameter.grad, candidate)
+        whole = (old, new, parameter.grad)
+        parts = (x.reshape(-1).split(PART) for x in whole)
+        for old, new, gradient in zip(*parts, strict=True):
+            _note_lost(update, old, new, gradient, candidate)
 
 
 def _note_lost(
     update: Update, old: Tensor, new: Tensor, gradient: Tensor, candidate: Candidate
 ) -> None:
-    """Count what is lost: in a run without masters as it was, else as it would be."""
+    """Count what is lost: in a run without masters as it was, else as it would be.
+
+    The tensors are a part of a parameter: what is compared meets in the cache.
+    """
     if not candidate.masters:
         meant = gradient != 0
         stays = (new == old) & meant
-        update.changed += int(meant.sum())
+        update.changed += int(meant.count_nonzero())
         _add(update, candidate.storage, stays)
         return
-    meant = new != old
-    update.changed += int(meant.sum())
+    change = new - old
+    meant = change != 0
+    update.changed += int(meant.count_nonzero())
     for fmt in STORED:
-        _add(update, fmt, meant & lost(old, new - old, fmt))
+        _add(update, fmt, meant & lost(old, change, fmt))
 
 
 def _add(update: Update, fmt: Format, where: Tensor) -> None:
-    update.lost[fmt.name] = update.lost.get(fmt.name, 0) + int(where.sum())
+    update.lost[fmt.name] = update.lost.get(fmt.name, 0) + int(where.count_nonzero())
 
 
 def lost(weight: Tensor, change: Tensor, fmt: Format) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 from optimizer.training.candidates import FASTEST_FIRST, Arithmetic, Candidate, Gemm
 from optimizer.training.causes import Cause
 from optimizer.training.drift import CONFIDENCE, SAMPLES, Deviation, LayerDrift
+from optimizer.training.reasons import Reason
 from optimizer.training.trainer import Figures
 
 MOST_PROMOTED = 0.5  # share of the products' work; beyond it FP8 is not worth its setup
@@ -42,6 +43,7 @@ class Tried:
     drifts: Sequence[LayerDrift]
     loss: Deviation  # of the held-out loss
     findings: Sequence[Cause]
+    reasons: Mapping[str, Reason] = field(default_factory=dict)  # of layers that drift
 
     @property
     def follows(self) -> bool:
@@ -127,6 +129,10 @@ def to_json(tried: Tried) -> dict[str, Any]:
         "follows": tried.follows,
         "stopped": tried.figures.stopped,
         "held_out_loss": tried.loss.to_json(),
-        "drift": [d.to_json() for d in tried.drifts],
+        "drift": [_drift(d, tried.reasons.get(d.layer)) for d in tried.drifts],
         "findings": [f.to_json() for f in tried.findings],
     }
+
+
+def _drift(found: LayerDrift, why: Reason | None) -> dict[str, Any]:
+    return {**found.to_json(), "why": why.to_json() if why else None}

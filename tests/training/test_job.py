@@ -110,6 +110,10 @@ def test_the_page_shows_it_without_script_or_network(document: Document) -> None
     for section in ("Loss, overlaid", "Drift by layer", "Exponents by layer"):
         assert section in page
     assert page.count('class="curve') >= 5
+    planned = document["candidates"][0]["rounds"][0]["drift"]
+    assert any(row["why"] for row in planned)
+    assert "Why they drift" in page
+    assert "round away in fp16" in page
 
 
 def test_layer_2_stands_before_layer_10() -> None:
