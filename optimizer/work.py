@@ -2,16 +2,13 @@
 
     calibrate ──▶ sweep ──▶ validate        and beside them the contrast
 
-Each part is a piece (`pieces.py`): its key covers the model, the data and whatever
-else decides the result, and nothing of the hardware or the target. So another job
-on the same model and data finds them done.
+Each part is a piece (`pieces.py`), found again by its key (`keyed.py`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,16 +40,16 @@ from optimizer.evidence import (
 from optimizer.exact import exact
 from optimizer.execute import Amaxes, WeightCodes
 from optimizer.experts import ExpertCounts, ExpertTokens, counting
+from optimizer.keyed import NUMERICS, Keyed, digest, where
 from optimizer.on_device import executed_on
 from optimizer.one_pass import generates
-from optimizer.opened import Opened
 from optimizer.pieces import Piece, Pieces, Result, key_of
 from optimizer.recode import Gain, Recoded, recode
 from optimizer.sensitivity import sweep
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import Choice, Site, Stack, choice_named
 from optimizer.sums import Candidates, Sensitivities, Sums, total, wanted_roundings
-from optimizer.swept import CORE, choices, family
+from optimizer.swept import CORE, family
 from optimizer.validate import (
     TokenValues,
     Truth,
@@ -64,14 +61,9 @@ from optimizer.walk import Told, silent
 from optimizer.watch import Statistics
 from optimizer.wire import array, tensor, tensor_text, text, texts, token_values
 
-# Raised by whoever changes what the numerics give: kept results of before are void.
-NUMERICS = 6
-PIECE_TOKENS = 1024  # of a part of the calibration data: what is lost with a worker
-CONTRAST_TOKENS = 256  # enough to compare components, an eighth of a sweep
-
 
 @dataclass(eq=False)
-class Work(Opened):
+class Work(Keyed):
     """One job, and whatever of it is loaded by now."""
 
     spec: OptimizeSpec
@@ -116,7 +108,7 @@ class Work(Opened):
 
     def evidence(self, stack: Stack) -> Evidence:
         """Return who sets the scales, and a stack's attention beside the reference's."""
-        decides = [*self._base(), _digest(self.tokens.calibration.sequences)]
+        decides = [*self._base(), digest(self.tokens.calibration.sequences)]
         rows = self._run(attention_pieces(decides, stack))
         parts = [r["statistics"] for r in self._calibrated()]
         return gathered(parts, rows, self.spec.sequence_tokens, self.folder)
@@ -173,8 +165,8 @@ class Work(Opened):
 
     def beyond(self, stack: Stack, found: Found | None = None) -> Found:
         """Run a stack elsewhere, and let it write; what was `found` already is kept."""
-        decides = [*self._held_out(), _digest(self.tokens.calibration.sequences)]
-        decides.append(_where())
+        decides = [*self._held_out(), digest(self.tokens.calibration.sequences)]
+        decides.append(where())
         writes = generates(self.outline.shape) and self.prompts is not None
         pieces = beyond_pieces(decides, self.elsewhere, stack, writes=writes)
         missing = {k: v for k, v in pieces.items() if k not in (found or {})}
@@ -189,7 +181,7 @@ class Work(Opened):
     def compensated(self, stack: Stack) -> tuple[TokenValues, Gain, Found]:
         """Run a stack whose FP8 weights are compensated, and its static scales fitted."""
         plain = self._stack_piece(stack)
-        calibration = _digest(self.tokens.calibration.sequences)
+        calibration = digest(self.tokens.calibration.sequences)
         key = key_of("compensated", plain.key, calibration)
         (found,) = self._run([Piece("compensated", key, plain.payload)])
         self.places.append(found["executed_on"])
@@ -242,65 +234,6 @@ class Work(Opened):
             return self.pieces.run(pieces, self.compute, outside)
         finally:
             self.inside = before
-
-    # Keys
-
-    def _parts(self) -> list[list[int]]:
-        """Cut the calibration sequences into runs of up to PIECE_TOKENS tokens."""
-        parts: list[list[int]] = [[]]
-        room = PIECE_TOKENS
-        for number, ids in enumerate(self.tokens.calibration.sequences):
-            if parts[-1] and room < ids.numel():
-                parts.append([])
-                room = PIECE_TOKENS
-            parts[-1].append(number)
-            room -= ids.numel()
-        return parts
-
-    def _base(self) -> list[Any]:
-        return [NUMERICS, self.spec.model_sha256, self.spec.sequence_tokens]
-
-    def _piece(self, kind: str, part: Sequence[int], name: str = "") -> Piece:
-        key = [kind, *self._base(), name]
-        if kind == "contrast":
-            key += [self._contrast_spec().data_distribution, CONTRAST_TOKENS]
-        else:
-            key.append(_digest(self.tokens.calibration.sequences[n] for n in part))
-        if kind == "sweep":  # static scales come from all of the calibration data
-            key.append(_digest(self.tokens.calibration.sequences))
-        if kind != "calibrate":
-            swept = self._candidates(name.split("+"))
-            key += [
-                self.spec.seed,
-                {str(s): [str(c) for c in some] for s, some in swept.items()},
-            ]
-        return Piece(kind, key_of(*key), {"sequences": list(part), "family": name})
-
-    def _exact_piece(
-        self, part: Sequence[int], pairs: Sequence[tuple[Site, Choice]]
-    ) -> Piece:
-        every = self.tokens.calibration.sequences
-        run = [[str(site), choice.name] for site, choice in pairs]
-        key = key_of(
-            "exact",
-            *self._base(),
-            _digest(every[n] for n in part),
-            _digest(every),
-            [
-                [site, str(choice)]
-                for (site, _), (_, choice) in zip(run, pairs, strict=True)
-            ],
-        )
-        return Piece("exact", key, {"sequences": list(part), "pairs": run})
-
-    def _held_out(self) -> list[Any]:
-        return [*self._base(), _digest(self.tokens.validation.sequences)]
-
-    def _stack_piece(self, stack: Stack) -> Piece:
-        named = {str(s): str(c) for s, c in sorted(stack.choices.items())}
-        calibration = _digest(self.tokens.calibration.sequences)
-        key = key_of("validate", *self._held_out(), calibration, named, _where())
-        return Piece("validate", key, {"stack": stack.to_json()})
 
     # Computing one
 
@@ -402,16 +335,6 @@ class Work(Opened):
         )
         return sums.to_json()
 
-    def _contrast_spec(self) -> OptimizeSpec:
-        other = "chat" if self.spec.data_distribution == "code" else "code"
-        return replace(
-            self.spec,
-            data_distribution=other,
-            dataset_path=None,
-            calibration_tokens=CONTRAST_TOKENS,
-            validation_tokens=CONTRAST_TOKENS,
-        )
-
     def recoded(self, stack: Stack) -> Recoded:
         """Return compensated weights and fitted scales; those of the last are kept."""
         if self._recoded is None or self._recoded[0] != stack:
@@ -451,17 +374,3 @@ class Work(Opened):
         truth, largest = self.truth, self.amaxes()
         values = run_stack(self.model, truth, stack, largest, self.weights, self.inside)
         return {**texts(values), "executed_on": executed_on()}
-
-    def _candidates(self, families: Sequence[str]) -> dict[Site, list[Choice]]:
-        """Return every choice of some families, whatever the hardware runs of them."""
-        return choices(self.outline.shape.sites, families)
-
-
-def _digest(sequences: Iterable[Tensor]) -> str:
-    return key_of([ids.flatten().tolist() for ids in sequences])
-
-
-def _where() -> str:
-    """Return the device that stacks run on; "": they are emulated, alike everywhere."""
-    here = executed_on()  # a device's own sums are no emulation's
-    return "" if here["emulated"] else str(here["device"])

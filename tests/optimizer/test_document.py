@@ -13,9 +13,9 @@ from optimizer import casts
 from optimizer.document import shown_as
 from optimizer.document_sites import casts_into
 from optimizer.hardware import device
+from optimizer.keyed import CONTRAST_TOKENS
 from optimizer.plan import AS_GOOD
 from optimizer.stack import CHOICES, Component, Stack, choice_named
-from optimizer.work import CONTRAST_TOKENS
 from tests.optimizer.conftest import Document, chosen
 from tests.optimizer.example_document import example_document
 from tests.optimizer.toy import BATCH, DOWN, FFN, NORMS, OUT, chooser, toy
