@@ -34,7 +34,7 @@ from optimizer.spec import OptimizeSpec
 from optimizer.stability import stability
 from optimizer.stack import Stack
 from optimizer.tokens import Half, Tokens
-from optimizer.units import seconds
+from optimizer.units import nats, seconds, significant, size
 from optimizer.validate import (
     BLOCK_TOKENS,
     BOOTSTRAP_SAMPLES,
@@ -172,9 +172,10 @@ def _sentence(run: Run) -> str:
     return (
         f"{start} takes {seconds(chosen.per_token_s)} {each} ({run.basis}; "
         f"{base_label}: {seconds(before.per_token_s)}), holds "
-        f"{chosen.weight_bytes / 1e6:.4g} MB of weights "
-        f"({base_label}: {before.weight_bytes / 1e6:.4g} MB) and loses "
-        f"{kl:.3g} nats of KL on held-out data ({base_label}: {base_kl:.3g}).{_engine_said(run)}"
+        f"{size(chosen.weight_bytes)} of weights "
+        f"({base_label}: {size(before.weight_bytes)}) and loses "
+        f"{nats(kl)} of KL on held-out data ({base_label}: "
+        f"{significant(base_kl)}).{_engine_said(run)}"
     )
 
 

@@ -70,11 +70,12 @@ def expected_error(costs: Sequence[SiteCost]) -> float | None:
 def _method(
     device: Device, shares: dict[Basis, float], engine: str, profile: Tables | None
 ) -> str:
-    parts = [
-        f"{_named(b, device, engine, profile)} ({share:.0%})"
-        for b, share in shares.items()
-    ]
-    return ", ".join(parts)
+    named = {basis: _named(basis, device, engine, profile) for basis in shares}
+    if len(named) == 1:
+        return "".join(named.values())
+    return ", ".join(
+        f"{named[b]} ({part:.0%} of the time)" for b, part in shares.items()
+    )
 
 
 def _named(basis: Basis, device: Device, engine: str, profile: Tables | None) -> str:

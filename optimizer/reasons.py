@@ -247,11 +247,9 @@ def would_meet(chooser: Chooser, nearest: Totals, spec: OptimizeSpec) -> list[st
         need = nearest.memory_bytes / 1e9
         said.append(f"{need:.3g} GB of memory: the smallest stack needs that much")
     if sla.per_token_s is not None and nearest.per_token_s > sla.per_token_s:
-        said.append(f"latency_sla.per_token_s of {nearest.per_token_s:.3g} s or more")
+        said.append(f"latency_sla.per_token_s of {_from(nearest.per_token_s)}")
     if sla.first_token_s is not None and nearest.first_token_s > sla.first_token_s:
-        said.append(
-            f"latency_sla.first_token_s of {nearest.first_token_s:.3g} s or more"
-        )
+        said.append(f"latency_sla.first_token_s of {_from(nearest.first_token_s)}")
     others = [
         d.id
         for d in DEVICES.values()
@@ -261,6 +259,12 @@ def would_meet(chooser: Chooser, nearest: Totals, spec: OptimizeSpec) -> list[st
     if others:
         said.append(f"other hardware (modelled): {', '.join(others)}")
     return said
+
+
+def _from(least_s: float) -> str:
+    """Return a target, rounded up to three digits: rounded down it would be missed."""
+    unit = 10.0 ** (math.floor(math.log10(least_s)) - 2)
+    return f"{math.ceil(least_s / unit) * unit:.3g} s or more"
 
 
 def _fastest_possible(model: ModelShape, device: Device, spec: OptimizeSpec) -> Totals:

@@ -31,6 +31,8 @@ def _asked(v: Json) -> Iterator[Block]:
     model = at(d, "model", "name")
     hardware = at(d, "hardware", "name") or at(d, "hardware", "id")
     yield Heading(f"Precision report: {text(model)} on {text(hardware)}", 1)
+    if d.get("made_at"):
+        yield Text(f"Made {text(d['made_at'])}.", "note")
     yield Heading("What was asked")
     sla, work = at(d, "request", "latency_sla"), d.get("workload")
     tokens = [count(at(work, f"{w}_tokens")) for w in ("prompt", "output")]

@@ -4,6 +4,7 @@ The computing process writes the files; whatever lies in the folder is published
 """
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,25 @@ def write(folder: Path, document: Document) -> None:
     from optimizer.report_pdf import render_pdf
 
     document = sealed(document)
+    shown = dated(document)
     texts = {
         REPORT: json.dumps(document, allow_nan=False),
-        "report.html": render_html(document),
-        "report.md": render_markdown(document),
+        "report.html": render_html(shown),
+        "report.md": render_markdown(shown),
         "layers.csv": render_csv(document),
         "stack.json": json.dumps(stack_file.of_document(document).to_json(), indent=1),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, "utf-8", newline="")
-    (folder / "report.pdf").write_bytes(render_pdf(document))
+    (folder / "report.pdf").write_bytes(render_pdf(shown))
+
+
+def dated(document: Document) -> Document:
+    """Return what is shown of a document: with the time, which the JSON's digest has not.
+
+    The signature has it there.
+    """
+    return {**document, "made_at": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
 
 
 def kind_of(name: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer.seal import sealed
+from workers.outputs import dated
 
 Document = dict[str, Any]
 
@@ -17,7 +18,7 @@ def write(folder: Path, document: Document) -> None:
     document = sealed(document)
     texts = {
         "report.json": json.dumps(document, allow_nan=False),
-        "report.html": render_html(document),
+        "report.html": render_html(dated(document)),
         **files(document),
     }
     for name, text in texts.items():

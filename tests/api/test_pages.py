@@ -25,8 +25,6 @@ FAILED = {
 ASSETS = Path(__file__).parents[2] / "api" / "data" / "assets"
 TEMPLATES = ASSETS.parent / "pages"
 
-KINDS = ("measured", "predicted", "chosen")  # of points
-
 
 @pytest.fixture
 def browser(sqlite: Path, bells: list[str]) -> Iterator[TestClient]:
@@ -340,8 +338,8 @@ def test_the_legend_of_two_fronts_shows_how_both_are_drawn(
     page = client.get(f"/ui/compare?job={done}&job={made}").text
     legend = page.partition('<ul class="legend">')[2].partition("</ul>")[0]
     said = re.findall(r'class="mark (s\d \w+)"', legend)
-    both = [f"s{n} {kind}" for kind in KINDS for n in (0, 1)]
-    assert said == ["s0 measured", "s1 measured", *both]
+    both = [f"s{n} {kind}" for kind in ("measured", "predicted") for n in (0, 1)]
+    assert said == ["s0 measured", "s1 measured", *both, "s0 chosen"]
 
 
 @pytest.mark.parametrize(

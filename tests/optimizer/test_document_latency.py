@@ -40,9 +40,9 @@ def test_errors_of_sites_add_up_by_their_seconds() -> None:
 def test_kernels_are_named_with_engine_version_and_source() -> None:
     found = latency(H100, "modelled", MIXED)
     assert found["method"] == (
-        "measured kernels of vllm 0.24.0, aiconfigurator-core 0.12.0 (88%), roofline "
-        "fitted to aiconfigurator-core 0.12.0: h100 (vllm 0.24.0), h200 (vllm 0.24.0) "
-        "(12%)"
+        "measured kernels of vllm 0.24.0, aiconfigurator-core 0.12.0 (88% of the time), "
+        "roofline fitted to aiconfigurator-core 0.12.0: h100 (vllm 0.24.0), h200 (vllm 0.24.0) "
+        "(12% of the time)"
     )
     assert found["basis_shares"] == {"kernels": 7 / 8, "roofline": 1 / 8}
     assert (found["engine"], found["engine_version"]) == ("vllm", "0.24.0")
@@ -56,7 +56,7 @@ def test_kernels_are_those_of_the_engine_that_is_named() -> None:
     assert "in place of" not in found["method"]
     other = latency(H100, "modelled", MIXED[:1], "torchao")
     assert other["engine"] == "vllm"
-    assert "aiconfigurator-core 0.12.0, in place of torchao's (100%)" in other["method"]
+    assert "aiconfigurator-core 0.12.0, in place of torchao's" in other["method"]
 
 
 def test_a_roofline_alone_names_no_engine() -> None:
@@ -69,4 +69,6 @@ def test_what_a_worker_took_is_its_own() -> None:
     here = [site(1e-6, Basis.MEASURED)]
     assert latency(H100, "measured", here)["method"] == MEASURED
     partly = latency(H100, "modelled", [*here, site(1e-6, Basis.ROOFLINE)])
-    assert partly["method"].startswith("kernels timed on the device itself (50%)")
+    assert partly["method"].startswith(
+        "kernels timed on the device itself (50% of the time)"
+    )
