@@ -15,7 +15,7 @@ from api import (
     badge,
     catalog,
     checks,
-    creations,
+    crew,
     db,
     diagnose,
     embed,
@@ -84,7 +84,7 @@ def create_app() -> FastAPI:
     app.state.rates = Rates()
     app.state.watcher = Watcher()
     app.state.streams = Streams()
-    app.state.crew = creations.crew()
+    app.state.crew = crew.for_database(settings().database_url)
     problems.install(app)
     app.add_middleware(Bodies, limits=_body_limits())
     app.add_middleware(Versions)

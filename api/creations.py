@@ -1,15 +1,16 @@
 """How a job comes to be: from a request, or again from a job that has ended."""
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
 from fastapi import Request
 from pydantic import ValidationError
 from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
 
-from api import auth, bells, db, idempotency, jobs, orders, resolve, views, webhooks
+from api import auth, bells, crew, idempotency, jobs, orders, resolve, views, webhooks
+from api.crew import Act
 from api.errors import Invalid, InvalidState, NotFound, SourceChanged
 from api.idempotency import Answer, Once
 from api.models import FINAL, Job
@@ -19,49 +20,86 @@ from api.settings import settings
 from optimizer.spec import OptimizeSpec
 
 
-def crew() -> CapacityLimiter:
-    """Return what keeps the threads few that make jobs of known models.
+class Made(NamedTuple):
+    """A job that is there now, and what its owner is answered."""
 
-    More of them take turns at SQLite's one lock and at the interpreter's, and under
-    load that costs a request a third of its time. PostgreSQL answers from afar.
-    """
-    return CapacityLimiter(2 if settings().database_url.startswith("sqlite") else 8)
+    answer: Answer
+    job: Job | None  # None: an earlier request made it
 
 
-async def create_soon(request: Request, once: Once, body: OptimizeRequest) -> Answer:
-    """Do as `create`, in a thread: one of the crew's, but for a folder, which may take
-    long to look at.
-    """
-    limiter = request.app.state.crew if body.model.path is None else None
-    return await run_sync(create, request, once, body, limiter=limiter)
-
-
-def create(request: Request, once: Once, body: OptimizeRequest) -> Answer:
+async def create(request: Request, once: Once, body: OptimizeRequest) -> Answer:
     """Queue the job that a request asks for."""
-    written = body.model_dump(mode="json", exclude_unset=True)
-    if told := once.told(written):
-        return told
-    with db.glancing() as session:  # checking may take a while: hold no lock
-        order = _order(session, once.tenant_id, body)
-        spec = resolve.to_spec(session, once.tenant_id, body)
-        signed = _signed(request, once.caller, order)
-        return _submit(request, once, session, spec, written, signed)
+    look = partial(_look, request, once, body)
+    if body.model.path is not None:  # a folder, which may take long to look at
+        made = await run_in_threadpool(crew.alone, look)
+    else:
+        made = await request.app.state.crew.do(look)
+    return _rung(request, made)
 
 
-def retry(request: Request, once: Once, job_id: str) -> Answer:
+async def retry(request: Request, once: Once, job_id: str) -> Answer:
     """Queue a job like one that has ended; what that one measured is read, not redone.
 
     Raises InvalidState before its end, and SourceChanged where its model or its data
     are others by now: that would not be a retry.
     """
+    look = partial(_look_again, request, once, job_id)
+    return _rung(request, await run_in_threadpool(crew.alone, look))
+
+
+def _look(
+    request: Request, once: Once, body: OptimizeRequest, session: Session
+) -> Act[Made]:
+    written = body.model_dump(mode="json", exclude_unset=True)
+    if told := once.told(written):
+        return lambda _: Made(told, None)
+    order = _order(session, once.tenant_id, body)
+    spec = resolve.to_spec(session, once.tenant_id, body)
+    signed = _signed(request, once.caller, order)
+    return partial(_submit, once, written, spec, written, signed)
+
+
+def _look_again(
+    request: Request, once: Once, job_id: str, session: Session
+) -> Act[Made]:
     if told := once.told({}):
-        return told
-    with db.glancing() as session:
-        before = _ended(session, once.tenant_id, job_id)
-        body = _as_written(before)
-        order, spec = _as_then(session, before, body)
-        signed = _signed(request, once.caller, replace(order, retried_from=before.id))
-        return _submit(request, once, session, spec, before.body, signed, asked={})
+        return lambda _: Made(told, None)
+    before = _ended(session, once.tenant_id, job_id)
+    order, spec = _as_then(session, before, _as_written(before))
+    signed = _signed(request, once.caller, replace(order, retried_from=before.id))
+    return partial(_submit, once, {}, spec, before.body, signed)
+
+
+def _submit(
+    once: Once,
+    asked: Any,
+    spec: OptimizeSpec,
+    written: dict[str, Any],
+    order: Order,
+    session: Session,
+) -> Made:
+    """Write the job and the promise, which is about what was `asked`."""
+    made: list[Job] = []
+
+    def act(session: Session) -> Answer:
+        made.append(jobs.submit(session, once.tenant_id, spec, written, order))
+        view = views.job(made[0])
+        headers = {
+            "Location": view.links["self"],
+            "Retry-After": str(views.POLL_AFTER_S),
+        }
+        return idempotency.answer(202, view, headers)
+
+    answer = once.act(session, asked, act)
+    return Made(answer, made[0] if made else None)
+
+
+def _rung(request: Request, made: Made) -> Answer:
+    """Ring, after the commit: the worker must find the row."""
+    if made.job is not None:
+        bells.ring_soon(made.job.id, made.job.hardware)
+        request.app.state.metrics.note_job(made.job.spec["task"], made.job.hardware)
+    return made.answer
 
 
 def _order(session: Session, tenant_id: str, body: OptimizeRequest) -> Order:
@@ -78,38 +116,6 @@ def _order(session: Session, tenant_id: str, body: OptimizeRequest) -> Order:
         run_limit_s=search.max_runtime_seconds,
         webhook_endpoint_id=webhook.endpoint_id if webhook else None,
     )
-
-
-def _submit(
-    request: Request,
-    once: Once,
-    glanced: Session,
-    spec: OptimizeSpec,
-    written: dict[str, Any],
-    order: Order,
-    asked: Any = None,
-) -> Answer:
-    """Write the job and the promise in one transaction, then ring.
-
-    `asked` is what the promise is about; None: `written`.
-    """
-    made: list[Job] = []
-
-    def act(session: Session) -> Answer:
-        made.append(jobs.submit(session, once.tenant_id, spec, written, order))
-        view = views.job(made[-1])
-        headers = {
-            "Location": view.links["self"],
-            "Retry-After": str(views.POLL_AFTER_S),
-        }
-        return idempotency.answer(202, view, headers)
-
-    answer = once.go_on(glanced, written if asked is None else asked, act)
-    if not answer.replayed:
-        # After the commit: the worker must find the row.
-        bells.ring_soon(made[-1].id, spec.hardware)
-        request.app.state.metrics.note_job(spec.task, spec.hardware)
-    return answer
 
 
 def _signed(request: Request, caller: auth.Caller, order: Order) -> Order:

@@ -90,18 +90,12 @@ class Once:
         with this key is being served.
         """
         with db.transaction() as session:
-            return self._act(session, body, act)
+            return self.act(session, body, act)
 
-    def go_on(
+    def act(
         self, session: Session, body: Any, act: Callable[[Session], Answer]
     ) -> Answer:
-        """Do as `run`, in a session that has only glanced."""
-        with db.writing(session):
-            return self._act(session, body, act)
-
-    def _act(
-        self, session: Session, body: Any, act: Callable[[Session], Answer]
-    ) -> Answer:
+        """Do as `run`, in a transaction of the caller's."""
         if self.key is None:
             return act(session)
         self._lock(session)

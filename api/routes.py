@@ -58,7 +58,7 @@ async def optimize(
 
     `Prefer: wait=N` holds the answer back for up to 60 seconds, until the job ends.
     """
-    made = await creations.create_soon(request, once, body)
+    made = await creations.create(request, once, body)
     return await _waited(request, once.tenant_id, made, preference)
 
 
@@ -137,7 +137,7 @@ async def retry_job(
 
     What the job measured is kept, and not measured again.
     """
-    made = await run_in_threadpool(creations.retry, request, once, job_id)
+    made = await creations.retry(request, once, job_id)
     return await _waited(request, once.tenant_id, made, preference)
 
 

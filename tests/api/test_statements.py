@@ -54,7 +54,7 @@ def test_a_job_is_read_with_one_look(client: TestClient, statements: list[str]) 
     assert statements == ["SELECT"]
 
 
-def test_few_threads_make_jobs_and_a_folder_does_not_hold_them_up(
+def test_one_thread_makes_jobs_and_a_folder_does_not_hold_it_up(
     tiny: Path, client: TestClient, bells: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, lock, there, most = resolve.to_spec, threading.Lock(), [0], [0]
@@ -68,7 +68,7 @@ def test_few_threads_make_jobs_and_a_folder_does_not_hold_them_up(
         with lock:
             there[0] += 1
             most[0] = max(most[0], there[0])
-        time.sleep(0.05)
+        time.sleep(0.01)
         with lock:
             there[0] -= 1
         return usual(session, tenant, body)
@@ -84,4 +84,4 @@ def test_few_threads_make_jobs_and_a_folder_does_not_hold_them_up(
         leave.set()
         assert held.result().status_code == 202
     assert {answer.status_code for answer in made} == {202}
-    assert most == [2]
+    assert most == [1]
