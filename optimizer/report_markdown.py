@@ -1,6 +1,6 @@
 """The report as Markdown, for tickets and reviews: tables as GitHub shows them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from optimizer.report import view
@@ -11,7 +11,12 @@ from optimizer.report_text import fenced, markdown
 
 def render_markdown(document: Mapping[str, Any]) -> str:
     """Return the report; whatever others named shows as text, and never as markup."""
-    parts = [_written(block) for block in outline(view(dict(document)))]
+    return written(outline(view(dict(document))))
+
+
+def written(blocks: Iterable[Block]) -> str:
+    """Return blocks as Markdown."""
+    parts = [_written(block) for block in blocks]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -13,18 +13,23 @@ Document = dict[str, Any]
 def write(folder: Path, document: Document) -> None:
     """Write every file of a finished probe. Raises ValueError where it is not JSON."""
     from optimizer.training.exports import files
-    from optimizer.training.report import render_html
+    from optimizer.training.layers_csv import render_csv
+    from optimizer.training.report import render_html, render_markdown, render_pdf
 
     document = sealed(document)
+    shown = dated(document)
     texts = {
         "report.json": json.dumps(document, allow_nan=False),
-        "report.html": render_html(dated(document)),
+        "report.html": render_html(shown),
+        "report.md": render_markdown(shown),
+        "layers.csv": render_csv(document),
         **files(document),
     }
     for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
+        path.write_text(text, "utf-8", newline="")
+    (folder / "report.pdf").write_bytes(render_pdf(shown))
 
 
 def summarize(document: Document) -> Document:

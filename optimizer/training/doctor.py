@@ -72,6 +72,10 @@ def _nothing(log: RunLog) -> Finding:
     layers = bool(facts.sampled(log))
     few = len(log.records) < facts.LEAST_RECORDS
     evidence = []
+    lacks = [name for name in log.missing if name in ("loss", "gradient_norm")]
+    if lacks:
+        named = " and no ".join(name.replace("_", " ") for name in lacks)
+        evidence.append(f"the log has no {named}: a run can be ill and not show it")
     if few:
         evidence.append(f"{len(log.records)} records are too few to judge a run by")
     seen = facts.losses(log)
@@ -83,14 +87,19 @@ def _nothing(log: RunLog) -> Finding:
         evidence.append(f"{left_out} of {scale.steps} steps were left out, as is usual")
     if not layers:
         evidence.append("the log has no layers, so only the run as a whole was judged")
-    # Without a loss and a norm a run can be ill and not show it.
-    blind = few or {"loss", "gradient_norm"} & set(log.missing)
+    blind = few or lacks
     return Finding(
         verdict=Verdict.NOTHING_WRONG,
         sure=Sure.POSSIBLE if blind else Sure.LIKELY,
         said="Nothing wrong can be seen in what the log has.",
         evidence=tuple(evidence),
-        first="Nothing to do. For more to judge by, log with HealthMonitor."
-        if not layers
-        else "Nothing to do.",
+        first=_next(layers, bool(lacks)),
     )
+
+
+def _next(layers: bool, blind: bool) -> str:
+    if blind:
+        return "Log loss and gradient norm at every step, best with HealthMonitor."
+    if not layers:
+        return "Nothing to do. For more to judge by, log with HealthMonitor."
+    return "Nothing to do."

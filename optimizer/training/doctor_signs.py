@@ -268,6 +268,8 @@ def frozen_weights(log: RunLog) -> Finding | None:
         return None
     norms = [v for _, v in log.series("gradient_norm") if math.isfinite(v)]
     rates = [v for _, v in log.series("learning_rate")]
+    if rates and max(rates) == 0:
+        return _no_rate(len(rates))
     alive = bool(norms) and norms[-1] > TINY_NORM
     evidence = [f"the loss went from {seen.first:.4g} to {seen.last:.4g}"]
     if alive:
@@ -289,6 +291,17 @@ def _frozen(sure: Sure, evidence: list[str], layers: tuple[str, ...]) -> Finding
         layers=layers,
         first="Keep the weights in fp32 and compute in 16 bits (autocast), or round "
         "updates stochastically. If they are in fp32, raise the learning rate.",
+    )
+
+
+def _no_rate(records: int) -> Finding:
+    return Finding(
+        verdict=Verdict.LEARNING_RATE,
+        sure=Sure.CERTAIN,
+        said="The learning rate is 0: no weight can move.",
+        evidence=(f"it is 0 in all {records} records that have one",),
+        first="Set a learning rate, and look at its schedule: one that counts epochs "
+        "for steps stays at the 0 that it begins with.",
     )
 
 

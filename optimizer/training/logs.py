@@ -101,23 +101,29 @@ def run_log(rows: Sequence[Row], notes: Iterable[str] = ()) -> RunLog:
     rows = [row for row in rows if SUMMARY not in row]
     columns = _columns(rows)
     if not any(name in columns for name in FIGURES):
-        raise LogError(_nothing(rows))
+        raise LogError(_nothing(rows, told))
     records = _records(rows, columns, told)
-    for repair in (_scale_of_logarithms, _rates, _norms):
+    for repair in (_scale_of_logarithms, _scales, _rates, _norms):
         records, columns = repair(records, columns, told)
-    if not records:
-        raise LogError(_nothing(rows))
+    if not any(map(_says_something, records)):
+        raise LogError(_nothing(rows, told))
     precision = next((str(r["precision"]) for r in rows if "precision" in r), None)
     names = {name: column for name, column in columns.items() if name in FIGURES}
     return RunLog(tuple(records), names, tuple(told), precision)
 
 
-def _nothing(rows: Sequence[Row]) -> str:
+def _says_something(record: Record) -> bool:
+    figures = any(getattr(record, figure) is not None for figure in FIGURES)
+    return figures or bool(record.layers)
+
+
+def _nothing(rows: Sequence[Row], told: Sequence[str]) -> str:
     names = sorted({str(name) for row in rows for name in row})[:12]
     wanted = "loss, grad_norm, loss_scale or learning_rate"
     if not names:
         return f"the log is empty: it needs lines with a step and {wanted}"
-    return f"the log has none of {wanted}; it has: {', '.join(names)}"
+    why = f" ({'; '.join(told)})" if told else ""
+    return f"the log has no usable {wanted}; it has: {', '.join(names)}{why}"
 
 
 # Columns
@@ -158,9 +164,9 @@ def _records(
     records = []
     for number, row in enumerate(known):
         values = {f: _number(row, columns.get(f), bad) for f in FIGURES}
-        step = _number(row, columns.get("step"), bad)
+        step = _number(row, columns.get("step"), {})
         if "step" in columns and (step is None or not math.isfinite(step)):
-            bad["step"] = bad.get("step", 0) + 1
+            bad[columns["step"]] = bad.get(columns["step"], 0) + 1
             continue
         skipped = row.get(columns.get("skipped", ""))
         records.append(
@@ -264,6 +270,19 @@ def _scale_of_logarithms(
         _with(r, loss_scale=None if r.loss_scale is None else 2.0**r.loss_scale)
         for r in records
     ], columns
+
+
+def _scales(
+    records: list[Record], columns: dict[str, str], told: list[str]
+) -> _Repaired:
+    wrong = [r for r in records if r.loss_scale is not None and r.loss_scale <= 0]
+    if not wrong:
+        return records, columns
+    told.append(
+        f"{columns['loss_scale']} is {wrong[0].loss_scale:g} at step {wrong[0].step}, so "
+        "no scale: not used"
+    )
+    return _without(records, columns, "loss_scale")
 
 
 def _rates(

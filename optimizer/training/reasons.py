@@ -23,6 +23,7 @@ from optimizer.training.trainer import Figures
 LOST = (
     0.01  # of a layer's updates, gradients or operands: less explains no drift of 1 %
 )
+HEAVY = 0.1  # and less explains neither what other layers do nor the end of a run
 GRADIENTS = ("gradient", "weight_gradient")
 NARROW = "fp8"
 
@@ -77,8 +78,12 @@ def reasons(
         )
         for d in drifts
     ]
-    own = {case.layer: found for case in cases if (found := _largest(case))}
-    worst = max(own.values(), key=lambda found: found.evidence["share"], default=None)
+    found = {case.layer: reason for case in cases if (reason := _largest(case))}
+    heavy = {n: r for n, r in found.items() if r.evidence["share"] > HEAVY}
+    own = found if figures.stopped is None else heavy
+    worst = max(
+        heavy.values(), key=lambda reason: reason.evidence["share"], default=None
+    )
     drifting = [case for case, d in zip(cases, drifts, strict=True) if d.drifts]
     return {
         case.layer: own.get(case.layer)

@@ -1,4 +1,4 @@
-"""The training report as a page: one HTML file, no script, no network, no torch.
+"""The training report: a page without script, network or torch; Markdown and PDF.
 
 Same document, same bytes. Any field may be missing and is then shown as "—".
 """
@@ -9,9 +9,10 @@ from typing import Any
 
 from jinja2 import Template
 
-from optimizer import report_template
+from optimizer import report_markdown, report_pdf, report_template
 from optimizer.report_text import clean
 from optimizer.training import curves
+from optimizer.training.outline import outline
 
 Json = dict[str, Any]
 DRIFT_STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -31,6 +32,16 @@ def render_html(document: Mapping[str, Any]) -> str:
     return _template().render(view(document))
 
 
+def render_markdown(document: Mapping[str, Any]) -> str:
+    """Return the report for tickets and reviews."""
+    return report_markdown.written(outline(view(document)))
+
+
+def render_pdf(document: Mapping[str, Any]) -> bytes:
+    """Return the report for paper."""
+    return report_pdf.typeset(outline(view(document)))
+
+
 @cache
 def _template() -> Template:
     environment = report_template.environment()
@@ -48,6 +59,7 @@ def view(document: Mapping[str, Any]) -> Json:
         "d": d,
         "outcome": OUTCOMES.get(str(verdict.get("outcome")), ("?", "", "")),
         "tried": tried,
+        "named": chosen,
         "chosen": next((c for c in tried if c.get("name") == chosen), None),
         "colors": {c["name"]: n % COLORS for n, c in enumerate(tried)},
         "curves": curves.curves(_runs(d, tried)),

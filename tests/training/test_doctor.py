@@ -41,6 +41,20 @@ def test_without_a_norm_being_well_is_less_sure() -> None:
     assert verdicts(rows) == [("nothing_wrong", "possible")]
 
 
+def test_what_a_log_lacks_is_told_and_what_to_log() -> None:
+    rows = [{"step": r["step"], "lr": 1e-3} for r in falling()]
+    (found,) = diagnose(run_log(rows)).findings
+    assert found.evidence[0].startswith("the log has no loss and no gradient norm")
+    assert found.first.startswith("Log loss and gradient norm")
+
+
+def test_a_learning_rate_of_zero_is_the_cause() -> None:
+    rows = [{**r, "loss": 5.0, "learning_rate": 0.0} for r in falling()]
+    (found,) = diagnose(run_log(rows)).findings
+    assert (found.verdict, found.sure) == (Verdict.LEARNING_RATE, Sure.CERTAIN)
+    assert "is 0 in all 60 records" in found.evidence[0]
+
+
 def test_ten_records_are_the_least_to_judge_by() -> None:
     found = diagnose(run_log(falling(9))).findings[0]
     assert found.sure is Sure.POSSIBLE

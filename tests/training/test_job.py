@@ -1,5 +1,6 @@
 """A probe as a job computes it: pieces, segments, the document, the page, the exports."""
 
+import csv
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +16,8 @@ from optimizer.spec import OptimizeSpec
 from optimizer.training.candidates import BASELINE, CANDIDATES
 from optimizer.training.checkpoints import figures_json
 from optimizer.training.job import train
-from optimizer.training.report import heat, render_html
+from optimizer.training.layers_csv import render_csv
+from optimizer.training.report import heat, render_html, render_markdown, render_pdf
 from optimizer.training.spec import TASKS_OF, Planned, TrainingSpec
 from optimizer.training.trainer import Figures
 from optimizer.training.work import SEGMENTS, TrainingWork
@@ -113,7 +115,39 @@ def test_the_page_shows_it_without_script_or_network(document: Document) -> None
     planned = document["candidates"][0]["rounds"][0]["drift"]
     assert any(row["why"] for row in planned)
     assert "Why they drift" in page
-    assert "round away in fp16" in page
+    assert "ended</strong>: <bdi>the run ends at step 1" in page
+
+
+def test_markdown_and_pdf_say_what_the_page_says(document: Document) -> None:
+    said = render_markdown(document)
+    assert said.startswith("# Training report: tiny on ")
+    assert f"**{document['verdict']['sentence'][:20]}" in said
+    for title in ("Candidates", "The training stack", "Drift by layer", "Memory"):
+        assert f"## {title}\n" in said
+    assert "ended: the run ends at step 1" in said
+    rows = [
+        line for line in said.splitlines() if line.startswith("| planned | fails |")
+    ]
+    assert len(rows) == 1
+    assert render_pdf(document).startswith(b"%PDF-")
+
+
+def test_the_csv_has_every_layer_of_every_round(document: Document) -> None:
+    rows = list(csv.DictReader(render_csv(document).splitlines()))
+    rounds = [(c["name"], r) for c in document["candidates"] for r in c["rounds"]]
+    assert len(rows) == sum(len(r["drift"]) for _, r in rounds)
+    one = rounds[0][1]["drift"][0]
+    assert (rows[0]["candidate"], rows[0]["layer"]) == ("planned", one["layer"])
+    assert float(rows[0]["gradient_norm"]) == one["gradient_norm"]["value"]
+    assert rows[0]["why"] == one["why"]["code"]
+
+
+def test_what_others_named_is_text_in_every_form(document: Document) -> None:
+    bad = json.loads(json.dumps(document))
+    bad["model"]["name"] = "[x](http://evil) <b>"
+    bad["candidates"][0]["name"] = "=1+1"
+    assert "\\[x\\](http:\\/\\/evil) &lt;b>" in render_markdown(bad)
+    assert "\n'=1+1," in render_csv(bad).replace("\r", "")
 
 
 def test_layer_2_stands_before_layer_10() -> None:
@@ -138,6 +172,8 @@ def test_a_hostile_name_shows_and_does_nothing(document: Document) -> None:
 
 def test_an_empty_document_still_has_a_page() -> None:
     assert "Precision training report" in render_html({})
+    assert render_markdown({}).startswith("# Training report")
+    assert render_csv({}).startswith("candidate,round,layer,")
 
 
 # -- runs as pieces

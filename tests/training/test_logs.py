@@ -131,7 +131,7 @@ def test_words_are_left_out_and_counted() -> None:
     assert [step for step, _ in log.series("loss")] == [0, 1, 2, 3]
     assert set(log.notes) == {
         "loss: 1 values are no numbers, and left out",
-        "step: 2 values are no numbers, and left out",
+        "step: 1 values are no numbers, and left out",
     }
 
 
@@ -145,9 +145,11 @@ def test_a_loss_scale_by_its_logarithm_is_known_by_its_steps() -> None:
 
 
 def test_figures_that_can_be_no_such_are_not_used() -> None:
-    log = run_log([r | {"lr": 300.0, "grad_norm": -1.0} for r in ROWS])
+    odd = {"lr": 300.0, "grad_norm": -1.0, "loss_scale": -8.5}
+    log = run_log([r | odd for r in ROWS])
     assert log.missing == ("gradient_norm", "loss_scale", "learning_rate")
     assert log.notes == (
+        "loss_scale is -8.5 at step 0, so no scale: not used",
         "lr reaches 300, in some other unit: not used",
         "grad_norm is negative at step 0, so no norm: not used",
     )
@@ -160,10 +162,14 @@ def test_figures_that_can_be_no_such_are_not_used() -> None:
         (b" \n", "the log is empty"),
         (b"hello\n", "no line is a JSON object; the first is 'hello'"),
         (b"\x89PNG\xff\xff" * 9, "the log is no text"),
-        (b'{"epoch": 1, "accuracy": 2}', "none of loss, grad_norm, loss_scale or"),
+        (b'{"epoch": 1, "accuracy": 2}', "no usable loss, grad_norm, loss_scale or"),
         (b'{"epoch": 1, "accuracy": 2}', "it has: accuracy, epoch"),
         (b"[]", "the log is empty: it needs lines with a step and loss"),
-        (b'{"step": 1, "lr": 77}', "it has: lr, step"),
+        (b'{"step": 1, "lr": 77}', "it has: lr, step (lr reaches 77, in some other"),
+        (
+            b'{"step": 1, "loss": "x"}',
+            "it has: loss, step (loss: 1 values are no numbers",
+        ),
         (b'{"loss": ' + b"[" * 100_000, "no line is a JSON object"),
     ],
 )

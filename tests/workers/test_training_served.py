@@ -30,15 +30,23 @@ def test_a_probe_ends_with_a_report_and_configurations(tmp_path: Path) -> None:
         _, first = running.client.jobs()
         job = running.client.job(first["id"])
         document = running.client.report(job["id"])
+        forms = ("md", "csv", "pdf")
+        said = {form: running.client.report_as(job["id"], form) for form in forms}
     how = {"steps": 8, "batch_size": 4, "sequence_tokens": 16, "learning_rate": 0.003}
     assert how.items() <= job["request"]["training"].items()
     assert job["outcome"] == document["verdict"]["outcome"] == "recommended"
+    assert said["md"].startswith(b"# Training report: tiny on ")
+    assert said["csv"].startswith(b"candidate,round,layer,")
+    assert said["pdf"].startswith(b"%PDF-")
     assert "fp8_current" in done.stdout
     assert "Train in fp8_current" in " ".join(done.stdout.split())
     written = {path.name for path in out.iterdir()}
     assert written >= {
         "report.json",
         "report.html",
+        "report.md",
+        "report.pdf",
+        "layers.csv",
         "training_stack.json",
         "training_arguments.json",
         "deepspeed.json",
