@@ -64,6 +64,20 @@ class ModelRef(Body):
     id: Word | None = None
     path: FolderPath | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_address(cls, given: Any) -> Any:
+        """Refuse addresses by what they are: nothing is fetched for a caller."""
+        if isinstance(given, dict) and (
+            "uri" in given or "://" in str(given.get("id", ""))
+        ):
+            raise PydanticCustomError(
+                "model_uri_not_allowed",
+                "this service fetches no models: upload it (POST /v1/models), or name "
+                "one that GET /v1/models lists",
+            )
+        return given
+
     @model_validator(mode="after")
     def _one(self) -> Self:
         _one_of(self.id, self.path, "id and path")

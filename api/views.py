@@ -65,6 +65,8 @@ class Provenance(BaseModel):
     code_sha256: str  # of the numerics' own files
     seed: int
     versions: dict[str, str]
+    driver: str | None = None  # None: no GPU computed it
+    device_uuid_hash: str | None = None  # sha256 of the GPU's own number
 
 
 class ListedJob(BaseModel):

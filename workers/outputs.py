@@ -11,6 +11,7 @@ from typing import Any
 from optimizer import document_provenance, stack_file
 from optimizer.seal import sealed
 from optimizer.spec import OptimizeSpec
+from workers import device
 
 Document = dict[str, Any]
 REPORT = "report.json"  # its worker signs it
@@ -89,4 +90,5 @@ def provenance(spec: OptimizeSpec) -> Document:
     The worker reads it itself: what computes may be a hostile model's by then.
     """
     made = {"versions": document_provenance.versions(), "seed": spec.seed}
-    return {**made, "code_sha256": document_provenance.code_sha256()}
+    code = {"code_sha256": document_provenance.code_sha256()}
+    return {**made, **code, **device.identity()}

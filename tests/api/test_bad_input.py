@@ -51,7 +51,6 @@ def test_a_number_too_large_for_a_float_is_infinite(
         ("/model", {"model": "m" * 200}),
         ("/model", {"model": {}}),
         ("/model", {"model": {"id": "a", "path": "/b"}}),
-        ("/model/uri", {"model": {"id": "a", "uri": "s3://b"}}),
         ("/hardware", {"hardware": ["h100"]}),
         ("/latency_sla", {"latency_sla": "fast"}),
         ("/latency_sla", {"latency_sla": True}),
@@ -95,6 +94,25 @@ def test_a_bad_field_is_named(
     client: TestClient, refused: Refused, pointer: str, change: dict[str, Any]
 ) -> None:
     refused(post(client, {**BODY, **change}), 422, "validation_error", pointer)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        f"hf://org/repo@{'a' * 40}",
+        {"uri": f"hf://org/repo@{'a' * 40}"},
+        {"id": "a", "uri": "s3://b"},
+        {"id": "https://169.254.169.254/latest"},
+    ],
+)
+def test_an_address_is_no_model(
+    client: TestClient, refused: Refused, model: object
+) -> None:
+    answer = post(client, {**BODY, "model": model})
+    problem = refused(answer, 422, "validation_error", "/model")
+    [error] = problem["errors"]
+    assert error["code"] == "model_uri_not_allowed"
+    assert "POST /v1/models" in error["detail"]
 
 
 @pytest.mark.parametrize("field", ["model", "hardware"])

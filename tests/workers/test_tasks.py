@@ -1,27 +1,32 @@
 """What the worker does with a job, with the numerics replaced at their one entrance."""
 
+import hashlib
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from api import auth, db, jobs, queue, signatures, storage
+from api import auth, db, jobs, queue, signatures, storage, views
 from api.models import Artifact, Job, JobEvent, Status
 from api.transitions import Claim
+from optimizer.document_provenance import code_sha256
 from optimizer.errors import DatasetError
 from optimizer.pieces import Pieces
 from optimizer.spec import OptimizeSpec
 from tests.optimizer.example_document import example_document
 from tests.workers import in_thread
-from workers import app, patience, tasks
+from workers import app, device, patience, tasks
 from workers.beat import Beat, Progress
 from workers.tasks import Meter, run_job
 
@@ -94,6 +99,28 @@ def claimed(job_id: str) -> Claim:
         claim = jobs.claim(session, job_id, "test")
     assert claim is not None
     return claim
+
+
+def test_a_finished_job_says_what_computed_it(
+    optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '580.65.06, GPU-1'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    device.identity.cache_clear()
+    optimizer(lambda spec, progress, pieces: DOCUMENT)
+    job_id = submit()
+    assert views.job(read(job_id)).provenance is None
+    run_job(job_id)
+    said = views.job(read(job_id)).provenance
+    device.identity.cache_clear()
+    assert said is not None
+    assert said.service_version == said.versions["precision"]
+    assert said.torch == said.versions["torch"] == metadata.version("torch")
+    assert said.code_sha256 == code_sha256()
+    assert (said.seed, said.driver) == (SPEC.seed, "580.65.06")
+    assert said.device_uuid_hash == hashlib.sha256(b"GPU-1").hexdigest()
 
 
 def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
