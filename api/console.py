@@ -20,8 +20,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from api import phases
+from optimizer.report_text import clean
 
 Json = dict[str, Any]
 Show = Callable[[Json], None]
@@ -30,8 +32,17 @@ NARROW = 60  # columns: in fewer a table of ours would be folded to letters
 IDS = ("id", "job", "endpoint", "delivery")  # in two pieces they cannot be copied
 PLAIN_EVERY_S = 5.0  # without a terminal: one line this often, and at each phase
 
-out = Console(highlight=False, soft_wrap=False)
-err = Console(stderr=True, highlight=False)
+
+class Terminal(Console):
+    """A console that shows names as they are: no markup, nothing that steers it."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """Return what is printed of a string, in a table or alone."""
+        return super().render_str(clean(text), **how)
+
+
+out = Terminal(highlight=False, markup=False, emoji=False, soft_wrap=False)
+err = Terminal(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 @contextmanager
@@ -154,7 +165,7 @@ def _records(title: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
     for line in lines:
         for name, cell in zip(title, line, strict=True):
             if cell not in (None, ""):
-                out.print(f"{name:<{widest}} {cell}", markup=False)
+                out.print(f"{name:<{widest}} {cell}")
         out.print()
 
 
@@ -171,11 +182,11 @@ def stack(document: Json) -> None:
         [_component(part) for part in document["components"]],
     )
     out.print()
-    out.print(document["verdict"]["sentence"], markup=False)
+    out.print(document["verdict"]["sentence"])
     if ways := document["verdict"].get("would_meet"):
         out.print("What would meet it:")
         for way in ways:
-            out.print(f"  - {way}", markup=False)
+            out.print(f"  - {way}")
 
 
 def _component(part: Json) -> tuple[str, ...]:
@@ -194,13 +205,13 @@ def _component(part: Json) -> tuple[str, ...]:
 def failure(job: Json) -> None:
     """Print why a job has no result."""
     error = job.get("error") or {}
-    err.print(f"job {job['id']} {job['status']}", markup=False)
+    err.print(f"job {job['id']} {job['status']}")
     if error:
-        err.print(f"error: {error['message']}", markup=False, soft_wrap=True)
+        err.print(f"error: {error['message']}", soft_wrap=True)
         again = "worth another try" if error.get("retryable") else "no use in retrying"
         phase = _phase(job, error.get("phase"))
         where = f"code {error['code']}, in phase {phase}; {again}"
-        err.print(where, markup=False, soft_wrap=True)
+        err.print(where, soft_wrap=True)
 
 
 def jobs(found: list[Json]) -> None:
@@ -255,7 +266,7 @@ def model(found: Json) -> None:
     """Print a model, and its files with their digests."""
     facts = ("name", "id", "architecture", "parameters", "declared_dtype", "sha256")
     for fact in facts:
-        out.print(f"{fact:<14} {found.get(fact)}", markup=False, soft_wrap=True)
+        out.print(f"{fact:<14} {found.get(fact)}", soft_wrap=True)
     out.print()
     files = found.get("files") or []
     lines = [(f["path"], megabytes(f["bytes"]), f["sha256"][:16]) for f in files]
@@ -294,13 +305,13 @@ def job(job: Json) -> None:
     }
     for name, value in facts.items():
         if value is not None:
-            out.print(f"{name:<9} {value}", markup=False)
+            out.print(f"{name:<9} {value}")
     if job.get("error"):
         failure(job)
     for component, choice in (
         (job.get("result") or {}).get("precision_stack") or {}
     ).items():
-        out.print(f"  {component:<13} {choice}", markup=False)
+        out.print(f"  {component:<13} {choice}")
 
 
 def event_line(event: Json, of_training: bool = False) -> str:
@@ -313,18 +324,18 @@ def event_line(event: Json, of_training: bool = False) -> str:
         phase = phases.name(data.get("phase") or "", of_training)
         said = f"{phase}: {data['percent']:.0f} %"
     when = event["timestamp"][:19].replace("T", " ")
-    return f"{event['seq']:>4} {when} {said or event['type']}"
+    return f"{event['seq']:>4} {when} {clean(said or event['type'])}"
 
 
 def problem(document: Json) -> None:
     """Print a problem document: what went wrong, field by field."""
     detail = document.get("detail") or document.get("title") or "unknown error"
-    err.print(f"error: {detail}", markup=False, soft_wrap=True)
+    err.print(f"error: {detail}", soft_wrap=True)
     for error in document.get("errors", ()):
         if error.get("detail") != detail:
             where = error.get("pointer") or error.get("parameter") or "/"
-            err.print(f"  {where}: {error.get('detail')}", markup=False, soft_wrap=True)
+            err.print(f"  {where}: {error.get('detail')}", soft_wrap=True)
         if known := error.get("known"):
-            err.print(f"  known: {', '.join(known)}", markup=False, soft_wrap=True)
+            err.print(f"  known: {', '.join(known)}", soft_wrap=True)
     if request := document.get("request_id"):
-        err.print(f"  request {request}", markup=False, style="dim")
+        err.print(f"  request {request}", style="dim")

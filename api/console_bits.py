@@ -44,9 +44,9 @@ def one(found: Json) -> None:
         facts["overflow"] = "beyond the largest number, saturated"
     if found["flushed"]:
         facts["underflow"] = "below half of the smallest number, flushed to zero"
-    out.print(f"{found['value']} in {found['format']}", markup=False)
+    out.print(f"{found['value']} in {found['format']}")
     for name, fact in facts.items():
-        out.print(f"{name:<9} {fact}", markup=False)
+        out.print(f"{name:<9} {fact}")
 
 
 def _spaced(bits: Json) -> str:

@@ -50,7 +50,7 @@ def device(found: Json) -> None:
     """Print one device: its figures, its matmuls, its choices, and each "no"."""
     devices([found])
     for name, fact in _facts(found):
-        out.print(f"{name:<8} {fact}", markup=False)
+        out.print(f"{name:<8} {fact}")
     if found["matmuls"]:
         out.print("\nnarrow matmuls")
         rows(("input × weight", "scales of", ""), [_pair(m) for m in found["matmuls"]])
@@ -58,9 +58,9 @@ def device(found: Json) -> None:
         rows(("sites", "choice", "any", *_ENGINES.values()), list(_choices(found)))
         out.print("\nwhy not")
         for reason, names in _reasons(found).items():
-            out.print(f"- {reason}: {', '.join(names)}", markup=False)
+            out.print(f"- {reason}: {', '.join(names)}")
     for note in found["notes"]:
-        out.print(f"note: {note}", markup=False)
+        out.print(f"note: {note}")
 
 
 def _facts(found: Json) -> Iterator[tuple[str, str]]:

@@ -35,4 +35,4 @@ def _finding(finding: Json) -> None:
 def _print(text: str, indent: int = 0) -> None:
     """Print one paragraph; its further lines begin `indent` columns in."""
     folded = textwrap.fill(text, out.width, subsequent_indent=" " * indent)
-    out.print(folded, markup=False, soft_wrap=True)
+    out.print(folded, soft_wrap=True)

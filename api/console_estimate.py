@@ -37,7 +37,7 @@ def estimate(found: Json) -> None:
 
 
 def _say(text: str) -> None:
-    out.print(text, markup=False)
+    out.print(text)
 
 
 def _first(found: Json) -> Json:

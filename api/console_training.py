@@ -17,9 +17,9 @@ def report(document: Json) -> None:
     out.print()
     rows(("component", "trains in"), list(document["precision_stack"].items()))
     out.print()
-    out.print(document["verdict"]["sentence"], markup=False)
+    out.print(document["verdict"]["sentence"])
     for finding in document["verdict"]["findings"]:
-        out.print(f"first: {finding['first']}", markup=False)
+        out.print(f"first: {finding['first']}")
 
 
 def _candidate(row: Json) -> tuple[str, ...]:
