@@ -332,9 +332,10 @@ def problem(document: Json) -> None:
     detail = document.get("detail") or document.get("title") or "unknown error"
     err.print(f"error: {detail}", soft_wrap=True)
     for error in document.get("errors", ()):
-        if error.get("detail") != detail:
-            where = error.get("pointer") or error.get("parameter") or "/"
-            err.print(f"  {where}: {error.get('detail')}", soft_wrap=True)
+        where = error.get("pointer") or error.get("parameter") or "/"
+        said = f"{where}: {error.get('detail')}"
+        if detail not in (said, error.get("detail")):
+            err.print(f"  {said}", soft_wrap=True)
         if known := error.get("known"):
             err.print(f"  known: {', '.join(known)}", soft_wrap=True)
     if request := document.get("request_id"):

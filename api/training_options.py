@@ -1,8 +1,9 @@
 """How a probed training is said on the command line: `--task finetune --lr 1e-5`."""
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -57,6 +58,9 @@ def task(said: str | None, options: Mapping[str, Any]) -> str | dict[str, Any] |
     Raises BadParameter for JSON that is none, and for options of a training that the
     task has not: `--batch-size` alone belongs to serving as well.
     """
+    rate = options.get("--lr")
+    if rate is not None and not math.isfinite(rate):
+        raise typer.BadParameter(f"{rate} is no finite number", param_hint="--lr")
     given = {NAMES[name]: v for name, v in options.items() if v is not None}
     if said is not None and said.startswith("{"):
         return {**_object(said), **given}
@@ -73,9 +77,14 @@ def task(said: str | None, options: Mapping[str, Any]) -> str | dict[str, Any] |
 
 def _object(said: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(said))
+        return dict(json.loads(said, parse_constant=_no_number))
     except ValueError as error:
         raise typer.BadParameter(f"not JSON: {error}", param_hint="--task") from None
+
+
+def _no_number(said: str) -> NoReturn:
+    """Refuse what Python reads as a number and JSON has not: NaN, Infinity."""
+    raise ValueError(f"{said} is no number")
 
 
 def trains(task: str | dict[str, Any] | None) -> bool:

@@ -53,3 +53,11 @@ def test_an_option_of_a_training_wants_a_task_that_trains(said: str | None) -> N
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match="not JSON"):
         task('{"type": ', options())
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf")])
+def test_a_rate_that_json_has_not_is_refused(rate: float) -> None:
+    with pytest.raises(typer.BadParameter, match="is no finite number"):
+        task("finetune", options(learning_rate=rate))
+    with pytest.raises(typer.BadParameter, match="NaN is no number"):
+        task('{"type": "lora", "learning_rate": NaN}', options())
