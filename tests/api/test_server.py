@@ -83,6 +83,27 @@ def test_a_gigabyte_in_chunks_takes_no_memory(server: Served, key: str) -> None:
     assert server.get("/livez").status_code == 200
 
 
+def test_a_million_tiny_parts_hold_nobody_up(server: Served, key: str) -> None:
+    at_rest, longest_s = server.memory(), 0.0
+    with server.connect() as connection:
+        request = head("chunked").replace(
+            b"Host: x",
+            f"Host: x\r\nConnection: close\r\nAuthorization: Bearer {key}".encode(),
+        )
+        connection.sendall(request)
+        for _ in range(20):
+            connection.sendall(b"1\r\n{\r\n" * 50_000)
+            began = time.monotonic()
+            assert server.get("/livez").status_code == 200
+            longest_s = max(longest_s, time.monotonic() - began)
+        connection.sendall(b"0\r\n\r\n")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'"code":"malformed_json"' in answer
+    assert longest_s < 10  # a second where the processor is ours
+    assert server.memory() - at_rest < MEMORY
+
+
 def test_a_megabyte_of_headers_is_refused(server: Served) -> None:
     at_rest = server.memory()
     with server.connect() as connection:
