@@ -2,11 +2,13 @@
 
 transformers 5 puts a layer's experts into one tensor and keeps GPT-2's matrices in Conv1D
 modules: compressed-tensors narrows neither there. Those two are read without it, their
-codes multiplied by their scales by its `dequantize`; vLLM itself is in tests/vllm.
+codes multiplied by their scales by its `dequantize`, and inputs of products rounded by
+its `fake_quantize`; vLLM itself is in tests/vllm.
 """
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from optimizer.stack import LINEAR, Component, Role, Site
 from tests.optimizer import exporting
 from tests.optimizer.conftest import spec_of
 from tests.optimizer.exporting import CACHE, DENSE, EXPERTS, Exported, saved
+from tests.optimizer.rounded_inputs import RoundedInputs
 
 HEAD = {"lm_head": "fp8_e4m3_token"}
 CHOICES: Mapping[str, Mapping[str, str]] = {
@@ -238,16 +241,30 @@ def test_logits_are_those_of_the_emulation(made: Exported, tmp_path: Path) -> No
 
 
 @torch.no_grad()
-def test_its_loss_is_within_the_interval_of_the_report(made: Exported) -> None:
-    if architecture(made) in WITHOUT:
-        pytest.skip("transformers reads it without compressed-tensors alone")
-    network, found = reloaded(made.checkpoint), []
-    for index, ids in enumerate(made.work.tokens.validation.sequences):
-        log_q = network(ids).logits[0].log_softmax(-1)
-        log_p = made.work.truth.logits.get((0, index)).log_softmax(-1)
-        found.append((log_p.exp() * (log_p - log_q)).sum(-1))
+def test_its_loss_is_within_the_interval_of_the_report(
+    made: Exported, tmp_path: Path
+) -> None:
+    alone = architecture(made) in WITHOUT
+    network, found = reloaded(_plain(made, tmp_path) if alone else made.checkpoint), []
+    with RoundedInputs(network, made.checkpoint) if alone else nullcontext():
+        for index, ids in enumerate(made.work.tokens.validation.sequences):
+            log_q = network(ids).logits[0].log_softmax(-1)
+            log_p = made.work.truth.logits.get((0, index)).log_softmax(-1)
+            found.append((log_p.exp() * (log_p - log_q)).sum(-1))
     kl = made.section["checkpoint"]["kl_nats"]
     assert kl["low"] <= float(torch.cat(found).mean()) <= kl["high"]
+
+
+@torch.no_grad()
+def test_rounded_inputs_are_felt(made: Exported, tmp_path: Path) -> None:
+    """The comparison can fail: it does where only weights are narrow."""
+    if architecture(made) not in WITHOUT:
+        pytest.skip("compressed-tensors rounds its inputs itself")
+    network = reloaded(_plain(made, tmp_path))
+    ids = made.work.tokens.validation.sequences[0]
+    plain = network(ids).logits
+    with RoundedInputs(network, made.checkpoint):
+        assert not torch.equal(network(ids).logits, plain)
 
 
 def reloaded(folder: Path) -> Any:
@@ -291,7 +308,7 @@ def test_the_demo_model_goes_there_and_back(demo_model: Path, tmp_path: Path) ->
     assert found["kl_nats"] == found["emulated_kl_nats"]
     test_each_matrix_has_its_scheme_and_no_other(made)
     test_it_is_as_large_as_the_report_says(made)
-    test_its_loss_is_within_the_interval_of_the_report(made)
+    test_its_loss_is_within_the_interval_of_the_report(made, tmp_path)
     shape = made.work.outline.shape
     narrow = sum(
         s.weight_elements for s in shape.sites if made.stack.choices[s.site].is_narrow
