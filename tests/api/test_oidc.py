@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from fastapi.testclient import TestClient
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
-from api import auth, callers, db, oidc, tenants
+from api import auth, callers, db, oidc, page_session, tenants
 from api.app import create_app
 from api.models import AuditEvent
 from api.settings import settings
@@ -338,6 +338,23 @@ def test_a_tenant_is_made_where_the_operator_wants_it(
         (row,) = session.query(AuditEvent)
         assert (row.action, row.actor) == ("tenant.created", "oidc:jane")
         assert row.tenant_id == tenants.get(session, "newcomer").id
+
+
+def test_a_portals_token_signs_in_to_the_pages_until_it_ends(
+    client: TestClient, issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"key": issuer.token(scope="jobs:read"), "next": "/ui/jobs"}
+    answer = client.post("/ui/signin", data=form, follow_redirects=False)
+    assert answer.headers["location"] == "/ui/jobs", answer.text
+    cookie = answer.headers["set-cookie"].partition(";")[0]
+    there = {"Cookie": cookie}
+    assert "<h1>Jobs</h1>" in client.get("/ui/jobs", headers=there).text
+    seconds = time.time() + 300 + oidc.LEEWAY_S + 1
+    monkeypatch.setattr(page_session.time, "time", lambda: seconds)
+    client.cookies.clear()
+    callers.verified.clear()  # what was true a moment ago
+    late = client.get("/ui/jobs", headers=there, follow_redirects=False)
+    assert late.headers["location"].startswith("/ui/signin")
 
 
 def test_without_a_portal_no_token_is_looked_at(
