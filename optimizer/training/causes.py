@@ -7,6 +7,7 @@ why a candidate cannot be used as it is; another one is worth knowing.
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import fmean, stdev
 from typing import Any
 
 from optimizer.formats import FP16
@@ -18,6 +19,7 @@ from optimizer.training.health import Thresholds
 from optimizer.training.trainer import Figures
 
 LIMITS = Thresholds()
+SURE = 3.0  # standard errors
 RISES = 1.05  # a loss that ends so much above its start has not been trained
 HEADROOM = 8.0  # times: fp32 values this near fp16's end are worth knowing
 TOO_NEAR = 2.0  # times: and these are no place to start a long run from
@@ -43,8 +45,12 @@ class Cause:
         return {**asdict(self), "gemm": gemm}
 
 
-def of_baseline(figures: Figures) -> list[Cause]:
-    """Return what is wrong in fp32 already: then no precision is to blame."""
+def of_baseline(figures: Figures, again: Figures) -> list[Cause]:
+    """Return what is wrong in fp32 already: then no precision is to blame.
+
+    `again` is the run on the data in another order: where the loss rises in one alone,
+    it had the hard samples last.
+    """
     if figures.stopped is not None:
         said = f"in fp32, too: {figures.stopped}"
         if figures.losses and figures.losses[-1] > RISES * figures.losses[0]:
@@ -60,17 +66,26 @@ def of_baseline(figures: Figures) -> list[Cause]:
                 evidence={"step": step},
             )
         ]
-    third = max(len(figures.losses) // 3, 1)
-    early, late = (sum(part) / third for part in _ends(figures.losses, third))
-    if late > RISES * early:
-        return [
-            _rate(figures, f"the loss rises from {early:.3g} to {late:.3g} in fp32")
-        ]
-    return []
+    rises = [_rise(run.losses) for run in (figures, again)]
+    if not all(rises) or rises[0] is None:
+        return []
+    early, late = rises[0]
+    return [_rate(figures, f"the loss rises from {early:.3g} to {late:.3g} in fp32")]
 
 
-def _ends(values: list[float], count: int) -> tuple[list[float], list[float]]:
-    return values[:count], values[-count:]
+def _rise(losses: list[float]) -> tuple[float, float] | None:
+    """Return the mean loss of the first and of the last third, where it rises.
+
+    By more than the losses scatter: of small batches some are hard and some are easy.
+    The scatter is that of the first third, as a loss that diverges scatters itself.
+    """
+    if not losses:
+        return None
+    third = max(len(losses) // 3, 1)
+    early, late = fmean(losses[:third]), fmean(losses[-third:])
+    scatter = stdev(losses[:third]) if third > 1 else 0.0
+    chance = SURE * scatter * math.sqrt(2 / third)
+    return (early, late) if late > max(RISES * early, early + chance) else None
 
 
 def _rate(figures: Figures, said: str) -> Cause:

@@ -80,7 +80,7 @@ def probe(
     """
     told("calibrate", 0.0)
     baseline, again = runs([(BASELINE, FIRST), (BASELINE, SECOND)])
-    found = Probed(how, baseline, again, causes.of_baseline(baseline))
+    found = Probed(how, baseline, again, causes.of_baseline(baseline, again))
     if any(f.breaks for f in found.findings):
         return found
     told("sweep", 0.0)

@@ -71,7 +71,7 @@ def probed(run: planted.Run, steps: int = 40) -> tuple[Probed, Tried | None]:
     """Probe a run in the precision it is planned in. None: fp32 fails already."""
     training, runs = how(run, steps), Here(problem(run, steps), how(run, steps))
     baseline, again = runs([(BASELINE, FIRST), (BASELINE, SECOND)])
-    found = Probed(training, baseline, again, of_baseline(baseline))
+    found = Probed(training, baseline, again, of_baseline(baseline, again))
     if found.findings:
         return found, None
     planned = candidate(run)

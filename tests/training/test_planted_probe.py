@@ -3,6 +3,8 @@
 The probe takes a third of a run's steps, and names what the doctor names after it.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from optimizer.training.candidates import Arithmetic
@@ -31,6 +33,14 @@ def test_bad_data_is_no_precisions_fault() -> None:
     assert tried is None
     assert [f.code for f in found.findings] == ["bad_data"]
     assert found.findings[0].evidence["step"] == planted.BAD_STEP
+    assert found.outcome is Outcome.UNSTABLE
+
+
+def test_a_rate_that_is_too_high_is_no_precisions_fault() -> None:
+    run = replace(planted.TOO_FAST, warmup_steps=0)  # a probe sees its full rate
+    found, tried = setups.probed(run, steps=24)
+    assert tried is None
+    assert [f.code for f in found.findings] == ["learning_rate"]
     assert found.outcome is Outcome.UNSTABLE
 
 
