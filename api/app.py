@@ -80,10 +80,10 @@ def create_app() -> FastAPI:
         generate_unique_id_function=_operation_id,
         lifespan=_lifespan,
     )
-    app.state.metrics = Metrics()
     app.state.rates = Rates()
     app.state.watcher = Watcher()
     app.state.streams = Streams()
+    app.state.metrics = Metrics(app.state.streams.total)
     app.state.crew = crew.for_database(settings().database_url)
     problems.install(app)
     app.add_middleware(Bodies, limits=_body_limits())

@@ -1,6 +1,6 @@
 """What Prometheus reads. One registry per application, no ids in labels."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import (
@@ -82,6 +82,12 @@ def _counted(session: Session) -> Iterator[Metric]:
     for hardware, count in tallies.queued(session).items():
         depth.add_metric([hardware], count)
     yield depth
+    tried = CounterMetricFamily(
+        "precision_trials", "Measurements that jobs asked for.", labels=["result"]
+    )
+    for result, count in tallies.trials(session).items():
+        tried.add_metric([result], count)
+    yield tried
     waited_s = tallies.oldest_wait_s(session, now(session))
     yield GaugeMetricFamily(
         "precision_queue_oldest_seconds",
@@ -106,7 +112,7 @@ def _timed(
 class Metrics:
     """The metrics of one application."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_streams: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Jobs())
         Webhooks(self.registry)
@@ -123,6 +129,12 @@ class Metrics:
             buckets=BUCKETS_S,
             registry=self.registry,
         )
+        streams = Gauge(
+            "precision_sse_streams",
+            "Event streams that this process holds open.",
+            registry=self.registry,
+        )
+        streams.set_function(open_streams)
         build = Gauge(
             "precision_build_info",
             "1, labelled with the version.",

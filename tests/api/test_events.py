@@ -149,6 +149,7 @@ def test_a_key_holds_so_many_streams_open(
         for _ in range(limit):
             stream = opened.enter_context(live.stream("GET", url, headers=STREAM))
             assert stream.status_code == 200
+        assert f"precision_sse_streams {limit}.0" in live.get("/metrics").text
         answer = live.get(url, headers=STREAM)
         problem = refused(answer, 429, "concurrency_limit")
         assert (problem["limit"], answer.headers["retry-after"]) == (limit, "5")

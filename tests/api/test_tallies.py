@@ -27,9 +27,12 @@ def rows(database: str) -> None:
         waiting, done, lost = (session.get_one(Job, job.id) for job in made)
         waiting.queued_at = at - timedelta(seconds=90)
         done.status, done.outcome = Status.SUCCEEDED, "sla_met"
+        done.trials_done = done.trials_planned = 40
+        waiting.trials_done, waiting.trials_planned = 5, 30  # it lost its worker
         done.started_at = done.created_at + timedelta(seconds=4)
         done.finished_at = done.started_at + timedelta(seconds=200)
         lost.status, lost.attempts_lost = Status.FAILED, 2
+        lost.trials_done, lost.trials_planned = 3, 10
         lost.started_at = lost.created_at + timedelta(seconds=40)
         lost.finished_at = lost.started_at + timedelta(seconds=20)
 
@@ -65,11 +68,12 @@ def test_nothing_is_there_at_first() -> None:
         assert tallies.oldest_wait_s(session, now(session)) == 0
         assert tallies.attempts_lost(session) == 0
         assert tallies.finished(session) == []
+        assert tallies.trials(session) == {"measured": 0, "not_measured": 0}
 
 
 @pytest.mark.usefixtures("rows")
 def test_prometheus_reads_it() -> None:
-    text = Metrics().render().decode()
+    text = Metrics(lambda: 7).render().decode()
     found = {family.name: family for family in text_string_to_metric_families(text)}
     assert found["precision_jobs_finished"].type == "counter"
     waits = found["precision_job_queue_wait_seconds"]
@@ -78,5 +82,9 @@ def test_prometheus_reads_it() -> None:
     runs = {s.name: s.value for s in found["precision_job_run_seconds"].samples}
     assert runs["precision_job_run_seconds_count"] == 2
     assert len(RUN_BUCKETS_S) == 8
+    tried = found["precision_trials"].samples
+    results = {s.labels["result"]: s.value for s in tried if s.name.endswith("_total")}
+    assert results == {"measured": 48, "not_measured": 7}
+    assert found["precision_sse_streams"].samples[0].value == 7
     assert found["precision_queue_oldest_seconds"].samples[0].value >= 90
     assert found["precision_lease_lost"].samples[0].value == 2

@@ -301,7 +301,7 @@ def test_prometheus_reads_what_waits_and_what_ended(
     client: TestClient, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("api.webhook_metrics.SETTLED", timedelta())
-    metrics = Metrics()
+    metrics = Metrics(lambda: 0)
 
     def read() -> dict[str, float]:
         lines = metrics.render().decode().splitlines()
