@@ -4,7 +4,6 @@ Schema `precision.training_report/1`; `report.py` makes a page of it, `exports_*
 configurations for those who train.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,12 +15,12 @@ from optimizer.hardware import Device
 from optimizer.ledger import Ledger
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import ModelShape
-from optimizer.training import scales, stack, updates, verdict
-from optimizer.training.candidates import OPERANDS, RESULTS, Arithmetic, Gemm
+from optimizer.training import document_figures, scales, stack, verdict
+from optimizer.training.candidates import Arithmetic
+from optimizer.training.document_figures import mean, plain
 from optimizer.training.drift import CONFIDENCE, SAFE, SAMPLES, layer_of
-from optimizer.training.exponents import Seen, SeenBy
 from optimizer.training.probe import Probed
-from optimizer.training.trainer import Figures, looked_at
+from optimizer.training.trainer import looked_at
 from optimizer.training.verdict import Outcome, Result, Status, Tried
 from optimizer.training_memory import (
     Arithmetic as Held,
@@ -75,7 +74,7 @@ def build(found: Probed, about: About) -> Json:
         "kept_fp32": stack.kept_fp32(found.chosen),
         "loss_scaling": scales.settings(found),
         "memory": _memory(found, about),
-        "histograms": _histograms(found),
+        "histograms": document_figures.histograms(found.baseline),
         "limits": _limits(found, about),
         "warnings": [*about.warnings, *_bare(about)],
         "provenance": {
@@ -190,16 +189,16 @@ def _ledger(ledger: Ledger) -> Json:
 def _baseline(found: Probed) -> Json:
     figures = found.baseline
     return {
-        "losses": _plain(figures.losses),
-        "again": _plain(found.again.losses),
-        "held_out_loss": _mean(figures.held_out),
-        "held_out_loss_again": _mean(found.again.held_out),
-        "gradient_norms": _norms(figures),
+        "losses": plain(figures.losses),
+        "again": plain(found.again.losses),
+        "held_out_loss": mean(figures.held_out),
+        "held_out_loss_again": mean(found.again.held_out),
+        "gradient_norms": document_figures.norms(figures),
         "looked_at": sorted(looked_at(found.how.steps)),
         "safe": SAFE,
         "bootstrap": {"samples": SAMPLES, "confidence": CONFIDENCE},
-        "gemms": gemms(figures.seen),
-        "updates": _updates(figures),
+        "gemms": document_figures.gemms_with_histograms(figures.seen),
+        "updates": document_figures.update_rows(figures),
     }
 
 
@@ -214,16 +213,16 @@ def _candidate(name: str, result: Result, found: Probed) -> Json:
         "candidate": last.candidate.to_json(),
         "rounds": [verdict.to_json(one) for one in result.rounds],
         "promotions": _promotions(result),
-        "losses": _plain(result.rounds[0].figures.losses),
-        "losses_promoted": _plain(last.figures.losses)
+        "losses": plain(result.rounds[0].figures.losses),
+        "losses_promoted": plain(last.figures.losses)
         if len(result.rounds) > 1
         else None,
-        "held_out_loss": _mean(last.figures.held_out),
-        "loss_scales": _plain(result.rounds[0].figures.scales),
+        "held_out_loss": mean(last.figures.held_out),
+        "loss_scales": plain(result.rounds[0].figures.scales),
         "skipped": [list(each) for each in result.rounds[0].figures.skipped],
-        "gradient_norms": _norms(last.figures),
-        "gemms": gemms(last.figures.seen),
-        "updates": _updates(last.figures),
+        "gradient_norms": document_figures.norms(last.figures),
+        "gemms": document_figures.gemms(last.figures.seen),
+        "updates": document_figures.update_rows(last.figures),
     }
 
 
@@ -248,105 +247,6 @@ def _promotions(result: Result) -> list[Json]:
         )
         row["gemms"].append(str(promotion.gemm))
     return list(rows.values())
-
-
-def gemms(seen: SeenBy) -> list[Json]:
-    """Return each product of each matrix: what it read and what it made."""
-    return [
-        {
-            "matrix": matrix,
-            "layer": layer_of(matrix),
-            "gemm": str(gemm),
-            "operands": {r: _shares(roles[r]) for r in OPERANDS[gemm] if r in roles},
-            "result": _shares(roles[RESULTS[gemm]]) if RESULTS[gemm] in roles else None,
-        }
-        for matrix, roles in seen.items()
-        for gemm in Gemm
-        if OPERANDS[gemm][0] in roles
-    ]
-
-
-def _shares(seen: Seen) -> Json:
-    """Return the shares of one tensor, in the formats that it was held against."""
-    return {
-        "zero_rate": seen.zero_rate,
-        "amax": seen.amax,
-        "nonfinite": seen.nonfinite,
-        "formats": {
-            name: {
-                "zero_rate": seen.zero_rate_in(name),
-                "underflow": seen.underflow_share(name),
-                "overflow": seen.overflow_share(name),
-                "noise": seen.noise_share(name),
-            }
-            for name in seen.taken
-        },
-    }
-
-
-def _updates(figures: Figures) -> Json:
-    """Return what steps do to each layer's weights, and how much would round away."""
-    layers: dict[str, list[updates.Update]] = {}
-    for name, update in figures.updates.items():
-        layers.setdefault(layer_of(name), []).append(update)
-    return {layer: _update(every) for layer, every in layers.items()}
-
-
-def _update(every: Sequence[updates.Update]) -> Json:
-    changed = sum(u.changed for u in every)
-    stored = {fmt for u in every for fmt in u.lost}
-    return {
-        "ratio": _number(max(u.mean_ratio for u in every)),
-        "step_ratio": _number(max(u.mean_step_ratio for u in every)),
-        "rounds_away": {
-            fmt: sum(u.lost.get(fmt, 0) for u in every) / max(changed, 1)
-            for fmt in sorted(stored)
-        },
-    }
-
-
-def _norms(figures: Figures) -> Json:
-    """Return the mean gradient norm of each layer."""
-    squares: dict[str, list[float]] = {}
-    for name, norms in figures.norms.items():
-        kept = squares.setdefault(layer_of(name), [0.0] * len(norms))
-        squares[layer_of(name)] = [a + b * b for a, b in zip(kept, norms, strict=True)]
-    return {
-        layer: _number(sum(map(math.sqrt, values)) / max(len(values), 1))
-        for layer, values in squares.items()
-    }
-
-
-def _histograms(found: Probed) -> list[Json]:
-    """Return what lies in each layer's gradients and inputs in fp32, by exponent."""
-    layers: dict[str, dict[str, Seen]] = {}
-    for matrix, roles in found.baseline.seen.items():
-        kept = layers.setdefault(layer_of(matrix), {})
-        for role in ("input", "gradient", "weight_gradient"):
-            if role in roles:
-                kept.setdefault(role, Seen()).merge(roles[role])
-    return [
-        {"layer": layer, "role": role, **_histogram(seen)}
-        for layer, roles in layers.items()
-        for role, seen in roles.items()
-    ]
-
-
-def _histogram(seen: Seen) -> Json:
-    plain = seen.to_json()
-    return {k: plain[k] for k in ("first", "counts", "zeros", "elements", "amax")}
-
-
-def _plain(values: Sequence[float]) -> list[float | None]:
-    return [_number(value) for value in values]
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return _number(sum(values) / len(values)) if values else None
 
 
 # -- what it does not say -----------------------------------------------------------

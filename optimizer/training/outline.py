@@ -9,10 +9,11 @@ from typing import Any
 from optimizer import units
 from optimizer.report_blocks import Block, Code, Facts, Heading, Items, Table, Text
 from optimizer.report_cells import at, dicts, listed, text
-from optimizer.units import count, size
+from optimizer.units import count, significant, size
 
 Json = dict[str, Any]
 FIGURES = ("gradient_norm", "moved")
+STORED = ("bf16", "fp16")  # what weights without masters are in
 
 
 def outline(view: Json) -> list[Block]:
@@ -199,6 +200,36 @@ def _drift(v: Json) -> Iterator[Block]:
     yield from _heat("Zero rate of gradients", v["zeros"])
 
 
+def _updates(v: Json) -> Iterator[Block]:
+    yield Heading("Updates")
+    yield Text(
+        "In fp32. Of a parameter in 16 bits alone that moves by less than half a step of "
+        "its format most updates round away; with fp32 master weights none do.",
+        "note",
+    )
+    of_formats = [(n, f) for n in ("least_in_steps", "rounds_away") for f in STORED]
+    yield Table(
+        (
+            "Layer",
+            "lr·‖g‖/‖w‖",
+            "‖Δw‖/‖w‖",
+            "Least, in steps of bf16",
+            "of fp16",
+            "Would round away in bf16",
+            "in fp16",
+        ),
+        [
+            (
+                text(layer),
+                *(significant(row.get(name)) for name in ("ratio", "step_ratio")),
+                *(significant(at(row, name, fmt)) for name, fmt in of_formats),
+            )
+            for layer, row in v["updates"]
+        ],
+        figures=tuple(range(1, 7)),
+    )
+
+
 def _scaling(v: Json) -> Iterator[Block]:
     found = v["d"].get("loss_scaling")
     yield Heading("Loss scale")
@@ -260,6 +291,7 @@ _SECTIONS = (
     _stack,
     _promotions,
     _drift,
+    _updates,
     _scaling,
     _memory,
     _end,

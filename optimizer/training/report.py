@@ -65,6 +65,7 @@ def view(document: Mapping[str, Any]) -> Json:
         "curves": curves.curves(_runs(d, tried)),
         "drift": heat(_drift(tried), DRIFT_STEPS),
         "reasons": _reasons(tried),
+        "updates": _updates(d),
         "zeros": heat(_zeros(d, tried), ZERO_STEPS),
         "strips": [
             found
@@ -150,6 +151,12 @@ def _reasons(tried: Sequence[Json]) -> list[tuple[str, Json]]:
         for row in candidate["rounds"][0].get("drift") or []
         if row.get("why")
     ]
+
+
+def _updates(d: Mapping[str, Any]) -> list[tuple[str, Json]]:
+    """Return what fp32's steps do to each layer."""
+    found = (d.get("baseline") or {}).get("updates") or {}
+    return sorted(found.items(), key=lambda row: _natural(str(row[0])))
 
 
 def _worst(row: Json) -> float | None:

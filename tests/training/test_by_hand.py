@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from optimizer.formats import FORMATS
 from optimizer.training.candidates import BASELINE
+from optimizer.training.document_figures import gemms, update_rows
 from optimizer.training.exponents import LOWEST, Seen, look
 from optimizer.training.spec import TrainingSpec
 from optimizer.training.train_data import FIRST, batches
@@ -219,3 +220,16 @@ def test_updates_that_round_away(run: Run, hand: Hand, name: str) -> None:
 def test_some_updates_do_round_away(run: Run) -> None:
     shares = [u.lost_share("bf16") for u in run.figures.updates.values()]
     assert 0 < max(shares) < 1
+
+
+def test_norms_of_each_product_and_steps_of_each_format(run: Run, hand: Hand) -> None:
+    for row in gemms(run.figures.seen):
+        for role, tensor in row["operands"].items():
+            by_hand = np.sqrt((hand.tensors[row["matrix"]][role] ** 2).sum())
+            assert tensor["norm"] == pytest.approx(by_hand, rel=1e-12)
+    for layer, row in update_rows(run.figures).items():
+        tensors = hand.tensors[layer]
+        moved = RATE * np.linalg.norm(tensors["weight_gradient"])
+        ratio = moved / np.linalg.norm(tensors["weight"])
+        assert row["least_in_steps"]["bf16"] == pytest.approx(ratio * 2**7, rel=1e-6)
+        assert row["least_in_steps"]["fp16"] == pytest.approx(ratio * 2**10, rel=1e-6)

@@ -94,7 +94,12 @@ def test_every_product_of_every_matrix_has_its_figures(document: Document) -> No
     one = rows[0]["operands"]["input"]["formats"]
     assert one.keys() == {"bf16", "fp16", "fp8_e4m3"}
     updates = document["baseline"]["updates"]["model.layers.0"]
-    assert updates.keys() == {"ratio", "step_ratio", "rounds_away"}
+    assert updates.keys() == {"ratio", "step_ratio", "least_in_steps", "rounds_away"}
+    assert updates["least_in_steps"]["fp16"] == 8 * updates["least_in_steps"]["bf16"]
+    tensor = rows[0]["operands"]["input"]
+    counts = tensor["histogram"]["counts"]
+    assert sum(counts) + tensor["histogram"]["zeros"] == tensor["histogram"]["elements"]
+    assert tensor["norm"] >= tensor["amax"] > 0
 
 
 def test_memory_is_the_ledgers(document: Document) -> None:
@@ -109,7 +114,12 @@ def test_the_page_shows_it_without_script_or_network(document: Document) -> None
     assert page == render_html(json.loads(json.dumps(document)))
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
-    for section in ("Loss, overlaid", "Drift by layer", "Exponents by layer"):
+    for section in (
+        "Loss, overlaid",
+        "Drift by layer",
+        "Updates",
+        "Exponents by layer",
+    ):
         assert section in page
     assert page.count('class="curve') >= 5
     planned = document["candidates"][0]["rounds"][0]["drift"]
