@@ -10,6 +10,7 @@ from tests.optimizer.example_document import example_document
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = "/usr/bin/chromium"
+A4_WIDTH = round((210 - 2 * 14) / 25.4 * 96)  # CSS pixels between the margins
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +83,22 @@ def test_without_scripts_every_mark_has_a_name_and_the_hint_is_hidden(
     for index in range(marks.count()):
         assert marks.nth(index).get_attribute("aria-label")
     context.close()
+
+
+def test_on_paper_no_table_is_wider_than_the_page_and_all_is_open(
+    browser: "playwright.Browser", report: Path
+) -> None:
+    page = browser.new_page(viewport={"width": A4_WIDTH, "height": 970})
+    page.goto(report.as_uri())
+    page.emulate_media(media="print")
+    assert not page.locator("nav").is_visible()
+    wide = "[...document.querySelectorAll('table')].map(e => e.scrollWidth)"
+    assert max(page.evaluate(wide)) <= A4_WIDTH
+    heights = (
+        "[...document.querySelectorAll('details > :not(summary)')]"
+        ".map(e => e.getBoundingClientRect().height)"
+    )
+    found = page.evaluate(heights)
+    assert found
+    assert min(found) > 0
+    page.close()
