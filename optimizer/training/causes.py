@@ -112,18 +112,19 @@ def of_candidate(
         *_near_the_end(candidate, baseline),
     ]
     if figures.stopped is not None and not any(f.breaks for f in found):
-        found.append(_stopped(figures.stopped))
+        found.append(_stopped(candidate, figures.stopped))
     first: dict[str, Cause] = {}
     for one in found:
         first.setdefault(one.code, one)
     return sorted(first.values(), key=lambda f: not f.breaks)
 
 
-def _stopped(why: str) -> Cause:
+def _stopped(candidate: Candidate, why: str) -> Cause:
+    masters = "" if candidate.masters else "keep fp32 master weights, or "
     return Cause(
         code="diverged",
         said=f"{why}, and fp32 goes on",
-        first="train in something wider",
+        first=f"{masters}train in something wider",
         breaks=True,
     )
 

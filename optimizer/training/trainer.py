@@ -216,11 +216,19 @@ class Run:
         """Say why no further step can be taken."""
         bad = [n for n, p in self.trained.items() if not bool(p.isfinite().all())]
         if bad:
-            return f"the update before step {step} left {bad[0]} with inf or NaN"
+            said = f"the update before step {step} left {bad[0]} with inf or NaN"
+            return said + self._divided_by_zero()
         if self.scaler is None:
             what = "a gradient" if math.isfinite(loss) else "the loss"
             return f"{what} of step {step} is inf or NaN"
         return f"step {step} overflows at every scale of {MOST_SKIPS} tried"
+
+    def _divided_by_zero(self) -> str:
+        """Say so where Adam's eps is nothing in the format that it is added in."""
+        eps, fmt = self.optimizer.defaults.get("eps"), self.candidate.storage
+        if eps is None or eps > fmt.smallest_subnormal / 2:
+            return ""
+        return f" (Adam adds eps = {eps:g} to what it divides by: 0 in {fmt.name})"
 
     def _backward(self, samples: Tensor) -> float:
         """Add up the gradients of a step, and return its loss."""

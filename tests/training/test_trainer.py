@@ -150,6 +150,9 @@ def test_16_bit_adam_without_masters_divides_by_zero_and_says_where() -> None:
     run = ran(HOW, without_masters(CANDIDATES["fp16"]))
     assert run.stopped is not None
     assert "left embed.weight with inf or NaN" in run.stopped
+    assert run.stopped.endswith(
+        "(Adam adds eps = 1e-08 to what it divides by: 0 in fp16)"
+    )
 
 
 def test_the_steps_that_are_looked_into() -> None:
