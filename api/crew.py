@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from api import db
@@ -65,7 +66,10 @@ class Crew(Generic[T]):
         taken = [self._waiting.popleft() for _ in range(count)]
         self._began = time.monotonic()
         looks = [look for look, _ in taken]
-        done = await run_sync(together, looks, limiter=self._limiter)
+        try:
+            done = await run_sync(together, looks, limiter=self._limiter)
+        except Exception as error:  # whoever waits must hear of it
+            done = [error] * len(taken)
         for (_, future), came in zip(taken, done, strict=True):
             _tell(future, came)
 
@@ -104,6 +108,8 @@ def _written(session: Session, acts: Sequence[Act[T]]) -> list[T | Exception]:
     try:
         with db.writing(session):
             return [act(session) for act in acts]
+    except OperationalError as error:  # no fault of theirs, and it took long
+        return [error] * len(acts)
     except Exception as error:
         if len(acts) == 1:
             return [error]

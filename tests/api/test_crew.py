@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from sqlalchemy import func, select
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
 from api import auth, db, ids, jobs
@@ -64,6 +64,29 @@ def test_what_the_database_refuses_takes_no_other_down(tenant_id: str) -> None:
     assert isinstance(refused, IntegrityError)
     with db.reading() as session:
         assert set(session.scalars(select(Job.id))) == {first, last}
+
+
+def test_a_database_that_is_away_is_asked_once(tenant_id: str) -> None:
+    asked = []
+
+    def away(session: Session) -> str:
+        asked.append(session)
+        raise OperationalError("INSERT", None, Exception("database is locked"))
+
+    looks: list[Look[str]] = [lambda _: away] * 5
+    assert [type(came) for came in together(looks)] == [OperationalError] * 5
+    assert len(asked) == 1
+
+
+def test_what_the_thread_itself_raises_is_heard(
+    tenant_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("no session")
+
+    monkeypatch.setattr(db, "glancing", broken)
+    with pytest.raises(RuntimeError, match="no session"):
+        asyncio.run(Crew[str](32, 60.0).do(asking(tenant_id)))
 
 
 def test_alone_it_raises(tenant_id: str) -> None:
