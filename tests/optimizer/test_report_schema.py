@@ -48,6 +48,15 @@ def test_every_report_fits_the_schema_of_its_version(
     assert faults(sealed(document)) == []
 
 
+def test_a_prompt_that_is_too_long_to_be_run_fits_too(
+    document_of: Callable[[str], Document],
+) -> None:
+    run = {"per_token_s": 0.1, "first_token_s": None, "spread": 0.1, "steps": 8}
+    by = {"engine": "torch", "version": "2", "threads": 1}
+    document = {**document_of("h100"), "runs": [{"label": "chosen", **run, **by}]}
+    assert faults(document) == []
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
