@@ -6,7 +6,8 @@ that is what they are compared with: FP8 inputs turn bf16's last bit into a whol
 Each checkpoint is served twice. With activations in float32 rounding decides nothing,
 and the likeliest token has to be the emulation's, strictly. In bf16 logits are an eighth
 apart, so that ties are as frequent as errors: tokens count as the same that are within
-two steps, and log-probabilities may differ by what they differ by where nothing is FP8.
+two steps or within what bf16 moved them by, which the emulation measures, and
+log-probabilities may differ by what they differ by where nothing is FP8.
 """
 
 import json
@@ -225,17 +226,28 @@ def test_the_likeliest_token_is_the_emulations(both: Both, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_in_bf16_only_ties_are_broken_otherwise(served: Served, name: str) -> None:
-    likely = torch.tensor(served.theirs[name]["likely"])
-    ours = served.ours[name][:, :-1]
-    best = ours.amax(-1)
-    theirs = ours.gather(2, likely[..., None])[..., 0]
+def test_in_bf16_only_ties_are_broken_otherwise(both: Both, name: str) -> None:
+    """A tie: two tokens nearer than bf16's steps, or than bf16 itself moved them.
+
+    Of the FP8 cache five positions are farther apart than two steps, by up to 1.4 nats.
+    In float32 both sides agree on all five: in two of them it is our emulation that
+    bf16 turned around (which `moved` sees), in three it is vLLM, which counts.
+    """
+    likely = torch.tensor(both.bf16.theirs[name]["likely"])
+    ours, exact = (s.ours[name][:, :-1] for s in (both.bf16, both.float32))
+    best = ours.argmax(-1)
+    behind = apart(ours, best, likely)
+    moved = (behind - apart(exact, best, likely)).abs()
     # Logits of 16 to 32 are an eighth apart in bf16: what is nearer is a tie.
-    agree = best - theirs <= BF16_STEPS * 0.125
+    agree = behind <= moved.clamp(min=BF16_STEPS * 0.125)
     assert agree.numel() == PROMPTS * (TOKENS - 1)
-    # Where the cache is FP8, a last bit of bf16 may be a whole code: more than a tie.
-    least = 0.98 if name == "cache" else 0.99
-    assert float(agree.float().mean()) >= least
+    assert float(agree.float().mean()) >= 0.99
+
+
+def apart(log_p: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """By how many nats one token is likelier than another, at each position."""
+    first, second = (log_p.gather(2, t[..., None])[..., 0] for t in (one, other))
+    return first - second
 
 
 @pytest.mark.parametrize("name", NARROW)
