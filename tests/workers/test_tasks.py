@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -145,6 +146,7 @@ def test_a_job_ends_with_its_outcome_and_its_artifacts(optimizer: Any) -> None:
     said = signatures.verify(stored, signatures.public_key())
     page = storage.store().read(storage.key(job_id, 1, "report.html")).decode()
     assert said["sha256"] in page
+    assert re.search(r"report, made 20\d\d-\d\d-\d\d \d\d:\d\d UTC<", page)
     stack = json.loads(storage.store().read(storage.key(job_id, 1, "stack.json")))
     assert stack["stack"] == {s["site"]: s["choice"] for s in DOCUMENT["sites"]}
     assert stack["padding"] == {}
