@@ -12,7 +12,7 @@ import structlog
 from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 
-from api import jobs, options, storage
+from api import console, jobs, options, storage
 from api.cli import main
 from api.client import Client
 from api.db import reading, transaction
@@ -61,6 +61,13 @@ def write_model(folder: Path, **tensors: Any) -> Path:
     weights = {"lm_head.weight": np.ones((16, 8), dtype=np.float32), **tensors}
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _width_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let COLUMNS count where a test sets it: rich reads it once, when it is imported."""
+    for terminal in (console.out, console.err):
+        monkeypatch.setattr(terminal, "_width", None)
 
 
 @pytest.fixture
