@@ -43,7 +43,7 @@ browser:
 
 # A file's tests stay together: they share what is dear to make.
 test: lint model browser vllm ## Run lint, types, import contracts and all tests
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --durations 30
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: install ## Run format check, lint, types and import contracts
 	$(BIN)/ruff format --check .

@@ -10,6 +10,8 @@ def parse(content: bytes) -> dict[str, Any]:
         value = _DECODER.decode(content.decode("utf-8"))
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value

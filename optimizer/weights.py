@@ -35,13 +35,13 @@ CHUNK_BYTES = 16 << 20
 FIELDS = {"dtype", "shape", "data_offsets"}
 
 # What may stand in a header, counted before it is parsed: what a crafted one promises,
-# as a million lists in the place of a shape, is never held. A tensor has a brace, two
-# brackets, ten quotes and at most eleven commas; names may have a few of their own.
+# as a million lists in the place of a shape, is never held. A tensor is one object with
+# two lists, ten quotes and at most eleven commas; names may have a few of their own.
 _MOST = {
-    b"{": MAX_TENSORS + 2,
-    b"[": 3 * MAX_TENSORS,
-    b'"': 10 * MAX_TENSORS + 4 * MAX_METADATA_KEYS + 2,
-    b",": 12 * MAX_TENSORS,
+    b"{": ("objects", MAX_TENSORS + 2),
+    b"[": ("lists", 3 * MAX_TENSORS),
+    b'"': ("quotes", 10 * MAX_TENSORS + 4 * MAX_METADATA_KEYS + 2),
+    b",": ("commas", 12 * MAX_TENSORS),
 }
 _DISGUISES = {  # how other kinds of files begin
     b"PK\x03\x04": "a zip archive, as torch.save writes it",
@@ -153,11 +153,10 @@ def _header_bytes(path: Path) -> bytes:
         content = file.read(length)
     if not content.startswith(b"{"):
         raise ValueError("the header does not begin with {")
-    for mark, most in _MOST.items():
+    for mark, (what, most) in _MOST.items():
         if (count := content.count(mark)) > most:
             raise ValueError(
-                f"a header with {count} times {mark.decode()}: more than "
-                f"{MAX_TENSORS} tensors, the limit, would have"
+                f"{count} {what}: {MAX_TENSORS} tensors, the limit, have fewer"
             )
     return content
 
@@ -172,7 +171,7 @@ def _refuse_disguised(name: str, first: bytes) -> None:
 def _refuse_metadata(metadata: object) -> None:
     """Raise for metadata that are more than a few strings under names."""
     if not isinstance(metadata, dict):
-        raise ValueError(f"{METADATA} is not an object of strings")
+        raise ValueError(f"{METADATA} may hold nothing but strings by name")
     if len(metadata) > MAX_METADATA_KEYS:
         raise ValueError(
             f"{METADATA} has {len(metadata)} keys, the limit is {MAX_METADATA_KEYS}"

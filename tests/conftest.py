@@ -26,6 +26,9 @@ from api import (
 )
 from api.app import create_app
 
+# Begun first: files that take minutes would be the last ones running, and alone.
+LONG = ("tests/vllm/", "tests/faults/", "tests/ui/", "tests/test_guide.py")
+
 BOTH = ["sqlite", pytest.param("postgres", marks=pytest.mark.service)]
 
 
@@ -168,6 +171,11 @@ def bells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(queue, "ring", ring)
     monkeypatch.setattr(bells_of_the_api, "ring_soon", ring)
     return rung
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what takes long before everything else, for processes that share the tests."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
