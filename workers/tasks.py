@@ -169,7 +169,11 @@ def _attempt(claim: Claim, meter: Meter, beat: Beat, *, sparing: bool) -> None:
     told("load", 0.0)
     with workdir.opened() as folder:
         start = relay.start("optimize", claim.spec, folder, sparing=sparing)
-        done = relay.compute(start, bench, beat, told, folder)
+        try:
+            done = relay.compute(start, bench, beat, told, folder)
+        except OutOfMemory:
+            bench.give_back()  # the beat would keep them from the next try for ever
+            raise
         _finalize(claim, done, folder)
 
 
