@@ -166,8 +166,6 @@ def precision(
 
     monkeypatch.setattr(options, "connect", connect)
     monkeypatch.setenv("COLUMNS", "80")
-    for terminal in (console.out, console.err):  # made where COLUMNS was set before
-        monkeypatch.setattr(terminal, "_width", None)
     # The service's own log goes to stdout, which is what we test.
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
