@@ -220,7 +220,7 @@ def executed_on() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"device": "cpu", "emulated": True, "kernels": None, **beside}
     capability = torch.cuda.get_device_capability(0)
-    units = capability >= FP8_UNITS
+    units = scaled_mm.has_units(torch.device("cuda", 0))
     return {
         "device": torch.cuda.get_device_name(0),
         "emulated": not units,
@@ -258,7 +258,6 @@ def executed_as(place: Mapping[str, Any]) -> str:
 
 Op = Callable[[], object]
 REPEATS = 11
-FP8_UNITS = (8, 9)  # the first compute capability that has them
 
 
 @torch.no_grad()

@@ -21,10 +21,18 @@ from optimizer.rules import FP8_MULTIPLE
 from optimizer.stack import Choice, Granularity, Precision
 
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+FP8_UNITS = (8, 9)  # the first compute capability that has them
 _GRANULARITIES = (
     (Granularity.TENSOR, Granularity.TENSOR),
     (Granularity.TOKEN, Granularity.CHANNEL),
 )
+
+
+def has_units(where: torch.device) -> bool:
+    """Whether a device multiplies FP8 itself."""
+    if where.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(where) >= FP8_UNITS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

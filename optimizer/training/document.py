@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from optimizer.document_provenance import REPRODUCE, code_sha256, versions
 from optimizer.hardware import Device
 from optimizer.ledger import Ledger
 from optimizer.spec import OptimizeSpec
 from optimizer.stack import ModelShape
-from optimizer.training import document_figures, scales, stack, verdict
+from optimizer.training import document_figures, place, scales, stack, verdict
 from optimizer.training.candidates import Arithmetic
 from optimizer.training.document_figures import mean, plain
 from optimizer.training.drift import CONFIDENCE, SAFE, SAMPLES, layer_of
@@ -62,11 +60,7 @@ def build(found: Probed, about: About) -> Json:
             "id": about.spec.hardware,
             "name": about.device.name if about.device else "the worker's own device",
         },
-        "executed_on": {
-            "device": "cpu",
-            "threads": torch.get_num_threads(),
-            "emulated": ["fp8"],
-        },
+        "executed_on": place.executed_on(),
         "baseline": _baseline(found),
         "candidates": [_candidate(n, r, found) for n, r in found.results.items()],
         "precision_stack": stack.by_component(rows),
@@ -255,8 +249,7 @@ def _promotions(result: Result) -> list[Json]:
 def _limits(found: Probed, about: About) -> list[str]:
     how = found.how
     said = [
-        "FP8 products are emulated: codes multiplied exactly, summed in fp32, rounded "
-        "once to bf16. bf16 and fp16 are torch's own autocast on this device.",
+        place.said(),
         f"{how.steps} steps were probed, {len(looked_at(how.steps))} of them looked "
         "into. What grows over thousands of steps is seen where it has begun.",
         "Nothing is dropped out; gradients are of the mean over a whole step.",

@@ -1,4 +1,4 @@
-"""Products of matrices in FP8, forward and backward, emulated on any device.
+"""Products of matrices in FP8, forward and backward: on a GPU's own units, or emulated.
 
 Hybrid, as Transformer Engine calls it: e4m3 for x and W, e5m2 for gradients.
 
@@ -6,22 +6,25 @@ Hybrid, as Transformer Engine calls it: e4m3 for x and W, e5m2 for gradients.
     dx = g W     dgrad    e5m2 × e4m3
     dW = gᵀ x    wgrad    e5m2 × e4m3
 
-Codes are multiplied exactly and summed in float32, scaled, and rounded once to bf16:
-what a tensor core hands on. One scale for each tensor: of its own largest value
-(current), or of the largest of earlier steps (delayed), where values beyond it clamp.
+Emulated, codes are multiplied exactly and summed in float32, scaled, and rounded once
+to bf16: what a tensor core hands on, but for the order of its sums. One scale for each
+tensor: of its own largest value (current), or of the largest of earlier steps
+(delayed), where values beyond it clamp.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from optimizer import scaled_mm
 from optimizer.formats import Format
 from optimizer.matmul import matmul_codes
 from optimizer.quantize import scale_from_amax
+from optimizer.scaled_mm import DTYPES, Packed
 from optimizer.training.candidates import (
     HISTORY,
     Arithmetic,
@@ -75,6 +78,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return functional.linear(a, b)
 
 
+class Read(NamedTuple):
+    """An operand: what a product reads, (rows, k), and what that is to its matrix."""
+
+    role: str  # input, weight, gradient
+    values: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Matrix:
     """Runs the three products of one matrix, some of them promoted to bf16."""
@@ -83,18 +93,35 @@ class Fp8Matrix:
     candidate: Candidate
     scales: Scales
 
-    def narrow(self, gemm: Gemm, role: str, x: Tensor) -> Tensor:
-        """Return an operand as its product reads it, in float32."""
+    def multiply(self, gemm: Gemm, a: Read, b: Read) -> Tensor:
+        """Return a bᵀ in bf16: (m, k), (n, k) -> (m, n)."""
         arithmetic = self.candidate.runs(self.name, gemm)
-        fmt = format_of(arithmetic, role)
+        if arithmetic is Arithmetic.FP8 and scaled_mm.has_units(a.values.device):
+            return scaled_mm.padded_mm(
+                self._codes(arithmetic, a), self._codes(arithmetic, b)
+            )
+        left, right = self._narrow(arithmetic, a), self._narrow(arithmetic, b)
+        return product(left, right).to(torch.bfloat16)
+
+    def _narrow(self, arithmetic: Arithmetic, read: Read) -> Tensor:
+        """Return an operand as its product reads it, in float32."""
+        x, fmt = read.values, format_of(arithmetic, read.role)
         scale = torch.ones((), device=x.device)
         if arithmetic is Arithmetic.FP8:
-            scale = self.scales.of(role, x, fmt)
+            scale = self.scales.of(read.role, x, fmt)
         if fmt.scaled:
             return _held(x, scale, fmt)
         return x.to(
             torch.bfloat16 if arithmetic is Arithmetic.BF16 else x.dtype
         ).float()
+
+    def _codes(self, arithmetic: Arithmetic, read: Read) -> Packed:
+        """Return an operand as FP8 units read it; inf, which e4m3 has not, is NaN."""
+        x, fmt = read.values.detach().float(), format_of(arithmetic, read.role)
+        scale = self.scales.of(read.role, x, fmt)
+        near = (x / scale).clamp(-fmt.max, fmt.max)
+        codes = torch.where(x.isfinite(), near, torch.nan).to(DTYPES[fmt.name])
+        return Packed(codes.contiguous(), scale.float())
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b in bf16: (..., in), (out, in) -> (..., out)."""
@@ -116,9 +143,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, matrix: Fp8Matrix) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.matrix = matrix
-        rows = matrix.narrow(Gemm.FPROP, "input", x.reshape(-1, x.shape[-1]))
-        y = product(rows, matrix.narrow(Gemm.FPROP, "weight", weight))
-        return y.to(torch.bfloat16).view(*x.shape[:-1], len(weight))
+        rows = Read("input", x.reshape(-1, x.shape[-1]))
+        y = matrix.multiply(Gemm.FPROP, rows, Read("weight", weight))
+        return y.reshape(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -128,13 +155,11 @@ class _Product(torch.autograd.Function):
         g = gradients[0].reshape(-1, len(weight))
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            left = matrix.narrow(Gemm.DGRAD, "gradient", g)
-            right = matrix.narrow(Gemm.DGRAD, "weight", weight)
-            dx = product(left, right.T).to(torch.bfloat16)
-            dx = dx.view(x.shape).to(x.dtype)
+            left, right = Read("gradient", g), Read("weight", weight.T)
+            dx = matrix.multiply(Gemm.DGRAD, left, right)
+            dx = dx.reshape(x.shape).to(x.dtype)
         if ctx.needs_input_grad[1]:
             rows = x.reshape(-1, x.shape[-1])
-            left = matrix.narrow(Gemm.WGRAD, "gradient", g)
-            right = matrix.narrow(Gemm.WGRAD, "input", rows)
-            dw = product(left.T, right.T).to(torch.bfloat16).to(weight.dtype)
+            left, right = Read("gradient", g.T), Read("input", rows.T)
+            dw = matrix.multiply(Gemm.WGRAD, left, right).to(weight.dtype)
         return dx, dw, None

@@ -15,6 +15,7 @@ from optimizer.training import document
 from optimizer.training.candidates import Arithmetic, Candidate, unusable
 from optimizer.training.document import About
 from optimizer.training.gemms import bare
+from optimizer.training.place import executed_on
 from optimizer.training.probe import probe
 from optimizer.training.work import Heard, TrainingWork, unheard
 
@@ -99,8 +100,9 @@ def train(
 def _unusable(candidate: Candidate, target: Device | None) -> str | None:
     if target is not None:
         return unusable(candidate, target)
-    if candidate.arithmetic is Arithmetic.FP8:
-        return "the worker's own device is a CPU, which multiplies no FP8"
+    here = executed_on()
+    if candidate.arithmetic is Arithmetic.FP8 and here["emulated"]:
+        return f"the worker's own device ({here['device']}) multiplies no FP8"
     return None
 
 

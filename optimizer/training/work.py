@@ -8,11 +8,12 @@ there, on whatever worker; a large model's run is one piece.
 
 import base64
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from optimizer import tokens
@@ -23,6 +24,7 @@ from optimizer.tokens import Tokens
 from optimizer.training.candidates import Candidate
 from optimizer.training.checkpoints import figures, figures_json, resume, to_bytes
 from optimizer.training.networks import network
+from optimizer.training.place import executed_on
 from optimizer.training.probe import Asked
 from optimizer.training.spec import TrainingSpec
 from optimizer.training.train_data import Batches, batches
@@ -71,9 +73,15 @@ class TrainingWork:
         return Path(self.spec.model_path)
 
     @cached_property
+    def where(self) -> torch.device:
+        """What the runs compute on: the GPU, where there is one."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @cached_property
     def network(self) -> nn.Module:
-        """What is trained, before its first step."""
-        return network(self.folder, self.spec.task, self.how, self.spec.seed)
+        """What is trained, before its first step. Drawn on the CPU: alike everywhere."""
+        made = network(self.folder, self.spec.task, self.how, self.spec.seed)
+        return made.to(self.where)
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -101,8 +109,10 @@ class TrainingWork:
 
     def problem(self, order: int) -> Problem:
         """Return what is trained, with the data in an order."""
-        held_out = self.tokens.validation.sequences
-        return Problem(self.network, NextToken(), self.batches(order), held_out)
+        held_out = [ids.to(self.where) for ids in self.tokens.validation.sequences]
+        found = self.batches(order)
+        there = replace(found, samples=found.samples.to(self.where))
+        return Problem(self.network, NextToken(), there, held_out)
 
     def batches(self, order: int) -> Batches:
         """Return the data in an order."""
@@ -147,6 +157,7 @@ class TrainingWork:
         key = key_of(
             "train",
             NUMERICS,
+            *self._device(),
             self.spec.model_sha256,
             self.spec.task,
             self.spec.seed,
@@ -158,6 +169,10 @@ class TrainingWork:
         )
         payload = {"candidate": candidate.to_json(), "order": order, "segment": segment}
         return Piece("train", key, payload)
+
+    def _device(self) -> list[str]:
+        """Return the GPU that a run is kept for: its sums are no CPU's."""
+        return [executed_on()["device"]] if self.where.type != "cpu" else []
 
     def compute(self, piece: Piece) -> Result:
         """Compute a segment of a run, from the one before it."""

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from optimizer import scaled_mm
 from optimizer.training.candidates import (
     CANDIDATES,
     Arithmetic,
@@ -71,6 +72,54 @@ def test_current_scaling(operands: tuple[torch.Tensor, torch.Tensor]) -> None:
         # The sum is float32's, so the one rounding to bf16 may fall on the other side.
         assert np.mean(got == bf16(wanted)) > 0.99
         np.testing.assert_allclose(got, wanted, rtol=2**-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed"])
+def test_units_of_a_device_give_what_is_emulated(
+    name: str,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch multiplies FP8 on CPUs as well: the same calls as on a GPU, sizes of which
+    # it pads (24 and 10 are no multiples of 16).
+    emulated = products(made(CANDIDATES[name])[0], *operands)
+    monkeypatch.setattr(scaled_mm, "has_units", lambda where: True)
+    asked: list[object] = []
+    padded = scaled_mm.padded_mm
+    monkeypatch.setattr(
+        scaled_mm, "padded_mm", lambda a, b: asked.append(a.codes.dtype) or padded(a, b)
+    )
+    found = products(made(CANDIDATES[name])[0], *operands)
+    assert asked == [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e5m2]
+    for got, wanted in zip(found, emulated, strict=True):
+        assert np.mean(got == wanted) > 0.99
+        np.testing.assert_allclose(got, wanted, rtol=2**-7, atol=1e-12)
+
+
+def test_what_is_not_finite_stays_so_on_a_devices_units(
+    operands: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaled_mm, "has_units", lambda where: True)
+    x, g = operands
+    x[3, 5], g[2, 7] = torch.inf, torch.nan
+    y, dx, dw = products(made(CANDIDATES["fp8_current"])[0], x, g)
+    assert np.isnan(y[3]).all()
+    assert np.isfinite(np.delete(y, 3, axis=0)).all()
+    assert np.isnan(dx[2]).all()
+    assert np.isnan(dw[7]).all()
+    assert np.isnan(dw[:, 5]).all()
+
+
+def test_a_promoted_product_is_not_given_to_the_units(
+    operands: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up = [Promotion("0", gemm, Arithmetic.BF16) for gemm in Gemm]
+    wider = CANDIDATES["fp8_current"].promoted(up)
+    emulated = products(made(wider)[0], *operands)
+    monkeypatch.setattr(scaled_mm, "has_units", lambda where: True)
+    monkeypatch.setattr(scaled_mm, "padded_mm", None)
+    for a, b in zip(products(made(wider)[0], *operands), emulated, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_delayed_scales_are_one_then_those_of_the_step_before(

@@ -13,6 +13,7 @@ import torch
 from optimizer.errors import Cancelled, DatasetError, ModelError, SpecError
 from optimizer.pieces import Compute, Memory, Piece, Result, Told, to_json
 from optimizer.spec import OptimizeSpec
+from optimizer.training import place
 from optimizer.training.candidates import BASELINE, CANDIDATES
 from optimizer.training.checkpoints import figures_json
 from optimizer.training.job import train
@@ -62,6 +63,29 @@ def document(folder: Path) -> Document:
         assert fractions == sorted(fractions)
         assert max(fractions) <= 1
     return found
+
+
+def test_a_gpu_is_named_and_its_runs_are_kept_for_it_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = TrainingWork(asked(folder), Memory())
+    assert here.where.type == "cpu"
+    assert place.executed_on()["emulated"] == ["fp8"]
+    assert "emulated" in place.said()
+    key = here._piece(BASELINE, 0, 0).key
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
+    for capability, emulated in (((9, 0), []), ((8, 0), ["fp8"])):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda *_, c=capability: c
+        )
+        assert place.executed_on()["device"] == "H100"
+        assert place.executed_on()["emulated"] == emulated
+    assert "emulated" in place.said()
+    there = TrainingWork(asked(folder), Memory())
+    assert there.where.type == "cuda"
+    there.network = here.network  # there is no GPU to put one on
+    assert there._piece(BASELINE, 0, 0).key != key
 
 
 def test_the_document_is_json_and_names_what_to_train_in(document: Document) -> None:
