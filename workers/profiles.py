@@ -135,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _as_job(fraction: float, detail: str) -> Profile:
     """Return what the bar of a job reads."""
     progress = {"percent": 100 * fraction, "eta_seconds": None}
-    return {"status": "running", "phase": detail, "progress": progress}
+    running = {"status": "running", "request": {}}
+    return {**running, "phase": detail, "progress": progress}
 
 
 def _show(made: Profile, where: Path | None) -> None:
