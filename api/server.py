@@ -1,8 +1,8 @@
 """The HTTP server: `python -m api.server --host 0.0.0.0 --port 8080`.
 
 uvicorn, with an end to its patience. A client that takes minutes over its headers, or
-goes on sending a body that was answered long ago, is cut off here: the application
-never sees it.
+goes on sending a body that was answered long ago or has no end, is cut off here: the
+application never sees it.
 """
 
 import argparse
@@ -10,18 +10,21 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.settings import settings
 
 MAX_INCOMPLETE_BYTES = 64 * 1024  # of a request line and headers; more is 400
+MAX_UNREAD_BYTES = 64 * 2**20  # of a body that was answered; no part is longer
 
 
 class Patient(H11Protocol):
     """Waits so long for headers, and for the rest of what is answered, and no longer."""
 
     _waiting: asyncio.TimerHandle | None = None
+    _unread_bytes = 0  # that came since the answer: nobody reads them
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
@@ -40,11 +43,21 @@ class Patient(H11Protocol):
             self._stop()
         elif self._waiting is None:
             self._wait()
+        self._count_unread(len(data))
 
     def on_response_complete(self) -> None:
         """Let the pause between two requests be: uvicorn has a limit for that."""
         self._stop()
         super().on_response_complete()
+
+    def _count_unread(self, size: int) -> None:
+        """Hang up where an answered body goes on and on; some is left to be read, for a
+        client that looks for an answer only when it has sent all.
+        """
+        unread = self.conn.their_state is h11.SEND_BODY and not self._serves()
+        self._unread_bytes = self._unread_bytes + size if unread else 0
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self.transport.close()
 
     def _serves(self) -> bool:
         return getattr(self.cycle, "response_complete", True) is False

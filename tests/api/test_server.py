@@ -1,19 +1,23 @@
 """Clients that send too much, too slowly, or nothing at all, to the real server."""
 
 import os
+import select
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
 
+from api.server import MAX_UNREAD_BYTES
 from tests.api.serving import Served, served
 
 GIB = 1 << 30
 MEMORY = 64 << 20  # more than this beyond what the server has at rest is too much
+IN_FLIGHT = 16 << 20  # what two sockets hold, and the server read meanwhile
 PATIENCE_S = 1.0
 
 pytestmark = pytest.mark.service
@@ -70,17 +74,72 @@ def test_a_gigabyte_is_refused_before_it_comes(server: Served, path: str) -> Non
     assert b"application/problem+json" in answer
 
 
-def test_a_gigabyte_in_chunks_takes_no_memory(server: Served, key: str) -> None:
+class Offered(NamedTuple):
+    """What became of a body that was sent until the server hung up."""
+
+    answer: bytes
+    before_answer: int  # bytes that were on their way when the answer came
+    sent: int  # in all
+
+
+def offer(connection: socket.socket, block: bytes, total: int) -> Offered:
+    """Send so many bytes, whatever is answered, until the server takes no more."""
+    answer, before, sent = b"", 0, 0
+    with suppress(BrokenPipeError, ConnectionResetError):
+        while sent < total:
+            readable, writable, _ = select.select([connection], [connection], [], 60)
+            if readable:
+                found = connection.recv(65_536)
+                answer, before = answer + found, before or sent
+                if not found:
+                    break
+            elif writable:
+                connection.sendall(block)
+                sent += len(block)
+    return Offered(answer, before, sent)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "limit"),
+    [("POST", "/v1/optimize", 1 << 20), ("PUT", "/v1/datasets/x", 64 << 20)],
+)
+def test_a_gigabyte_in_chunks_is_refused_early(
+    server: Served, key: str, method: str, path: str, limit: int
+) -> None:
+    asked = head("chunked", path, method)
+    if method == "PUT":
+        asked = asked.replace(b"application/json", b"application/x-ndjson")
+    offered = offer_a_gigabyte(server, asked, key)
+    assert offered.answer.startswith(b"HTTP/1.1 413 ")
+    assert b"\r\nconnection: close\r\n" in offered.answer.lower()
+    assert b'"code":"body_too_large"' in offered.answer
+    assert offered.before_answer < limit + IN_FLIGHT
+    assert offered.sent < limit + 2 * IN_FLIGHT  # it hung up; nobody took the rest
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/jobs", 405), ("/nowhere", 404)])
+def test_a_gigabyte_that_nobody_reads_is_cut_off(
+    sqlite: Path, key: str, path: str, status: int
+) -> None:
+    """However long the server would wait for somebody slow."""
+    with served(PRECISION_BODY_PATIENCE_S="60") as server:
+        offered = offer_a_gigabyte(server, head("chunked", path), key)
+    assert offered.answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert offered.before_answer < IN_FLIGHT
+    assert offered.sent < MAX_UNREAD_BYTES + 2 * IN_FLIGHT
+
+
+def offer_a_gigabyte(server: Served, asked: bytes, key: str) -> Offered:
+    """Ask with a body in chunks. The server stays small, and serves the next."""
     at_rest = server.memory()
     chunk = b"10000\r\n" + b" " * 65_536 + b"\r\n"
     with server.connect() as connection:
-        request = head("chunked").replace(
-            b"Host: x", f"Host: x\r\nAuthorization: Bearer {key}".encode()
-        )
-        connection.sendall(request)
-        push(connection, chunk, GIB // 4)  # a quarter is enough to see it grow
+        signed = f"Host: x\r\nAuthorization: Bearer {key}".encode()
+        connection.sendall(asked.replace(b"Host: x", signed))
+        offered = offer(connection, chunk, GIB)
         assert server.memory() - at_rest < MEMORY
     assert server.get("/livez").status_code == 200
+    return offered
 
 
 def test_a_million_tiny_parts_hold_nobody_up(server: Served, key: str) -> None:
