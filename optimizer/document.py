@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from optimizer import as_served
 from optimizer.checkpoint import Checkpoint
 from optimizer.choose import Chooser, Totals, fp8_share
 from optimizer.contrast import Contrast, compare
@@ -155,7 +156,7 @@ def _verdict(run: Run) -> dict[str, Any]:
 def _sentence(run: Run) -> str:
     base_id, base = run.chooser.base()
     base_label = base_id.replace("_", " ")
-    chosen = run.chooser.totals(run.stacks[run.verdict.label])
+    chosen = as_served.taken(run)
     before = run.chooser.totals(base)
     kl, base_kl = (
         run.validation.stacks[label].kl_nats.value
@@ -169,23 +170,26 @@ def _sentence(run: Run) -> str:
         "no_improvement": f"On {name} nothing improves on {base_label}: it",
     }[run.verdict.outcome]
     each = "per token" if generates(run.model.shape) else "for a batch"
+    if (under := run.runs.get(SERVED)) is not None:
+        each += f" under {under.engine} {under.version}"
+        if run.verdict.outcome == "sla_not_met":
+            start = f"On {name} the chosen stack is not within the targets: it"
     return (
-        f"{start} takes {seconds(chosen.per_token_s)} {each} ({run.basis}; "
+        f"{start} takes {seconds(chosen.per_token_s)} {each} ({_beside(run)}"
         f"{base_label}: {seconds(before.per_token_s)}), holds "
         f"{size(chosen.weight_bytes)} of weights "
         f"({base_label}: {size(before.weight_bytes)}) and loses "
         f"{nats(kl)} of KL on held-out data ({base_label}: "
-        f"{significant(base_kl)}).{_engine_said(run)}"
+        f"{significant(base_kl)})."
     )
 
 
-def _engine_said(run: Run) -> str:
-    """Return what an engine took for the exported stack; "": none served it."""
-    under = run.runs.get(SERVED)
-    if under is None:
-        return ""
-    taken = seconds(under.per_token_s)
-    return f" {under.engine} {under.version} takes {taken} per token with its export."
+def _beside(run: Run) -> str:
+    """Say where the seconds are from, and torch's own where an engine served the stack."""
+    if SERVED not in run.runs:
+        return f"{run.basis}; "
+    summed = run.chooser.totals(run.stacks[run.verdict.label])
+    return f"measured; in torch {seconds(summed.per_token_s)}, "
 
 
 def _model(run: Run) -> dict[str, Any]:

@@ -145,7 +145,10 @@ def _spread(items: list[Stack], count: int) -> list[Stack]:
 
 
 def _fits(chooser: Chooser, stack: Stack, sla: LatencySla) -> bool:
-    totals = chooser.totals(stack)
+    return _within(chooser, chooser.totals(stack), sla)
+
+
+def _within(chooser: Chooser, totals: Totals, sla: LatencySla) -> bool:
     return totals.memory_bytes <= chooser.max_bytes and totals.meets(sla)
 
 
@@ -161,34 +164,36 @@ def answer(front: Front, sla: LatencySla) -> Answer:
     state, wanted = front.repair, asked(front, sla)
     state.budget += 1
     if wanted is None and not front.fitting(sla):
-        stack, outcome = front.chooser.nearest(sla), "sla_not_met"
+        stack = front.chooser.nearest(sla)
         state.add([stack])
     else:
         ask = [] if wanted is None else [wanted]
         state.add(ask)
         stack = choose(front, [*front.fitting(sla), *ask])
-        unchanged = stack.choices == front.chooser.base()[1].choices
-        outcome = "no_improvement" if unchanged else "sla_met"
-    return Answer(
-        stack=stack,
-        outcome=outcome,
-        front=_front_with(front, stack),
-        stacks=_labelled(state.stacks.values(), _uniform(front.chooser), stack),
-    )
+    return _answer(front, stack, sla)
 
 
 def given(front: Front, stack: Stack, sla: LatencySla) -> Answer:
     """Return a stack that was given and measured as the answer, whatever it meets."""
-    outcome = "sla_met" if _fits(front.chooser, stack, sla) else "sla_not_met"
-    if outcome == "sla_met" and stack.choices == front.chooser.base()[1].choices:
-        outcome = "no_improvement"
-    measured = front.repair.stacks.values()
+    return _answer(front, stack, sla)
+
+
+def _answer(front: Front, stack: Stack, sla: LatencySla) -> Answer:
+    chooser, measured = front.chooser, front.repair.stacks.values()
     return Answer(
         stack=stack,
-        outcome=outcome,
+        outcome=outcome(chooser, stack, chooser.totals(stack), sla),
         front=_front_with(front, stack),
-        stacks=_labelled(measured, _uniform(front.chooser), stack),
+        stacks=_labelled(measured, _uniform(chooser), stack),
     )
+
+
+def outcome(chooser: Chooser, stack: Stack, taken: Totals, sla: LatencySla) -> str:
+    """Return what came of a request that gets a stack with these totals."""
+    if not _within(chooser, taken, sla):
+        return "sla_not_met"
+    unchanged = stack.choices == chooser.base()[1].choices
+    return "no_improvement" if unchanged else "sla_met"
 
 
 def asked(front: Front, sla: LatencySla) -> Stack | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer import (
+    as_served,
     casts,
     document,
     document_beyond,
@@ -163,7 +164,8 @@ def optimize(
     runs = local_run.end_to_end(spec, shape, result.stacks, meter.tick)
     runs |= _served(result)
     used = None if spec.hardware == LOCAL else profile
-    return document.build(replace(result, runs=runs, profile=used))
+    result = as_served.decided(replace(result, runs=runs, profile=used))
+    return document.build(result)
 
 
 def _answered(
