@@ -50,13 +50,16 @@ def test_the_api_answers_without_torch_within_two_seconds(
     data_dir: Path, tmp_path: Path
 ) -> None:
     # CPU seconds: what the start needs, whoever waits for the machine. They stretch
-    # where a core's other thread is busy: the least of three looks counts, and what an
-    # application without anything needs stretches with it.
-    looks = [told(ASK, tmp_path / "asked") for _ in range(3)]
-    assert [loaded for _, loaded in looks] == ["[]"] * 3
-    bare = min(float(told(BARE, tmp_path / "bare")[0]) for _ in range(3))
-    limit = max(START_LIMIT_S, START_LIMIT_BARE * bare)
-    assert min(float(seconds) for seconds, _ in looks) < limit
+    # where a core's other thread is busy: one look of three counts, and what an
+    # application without anything needs right after it stretches with it.
+    least = []
+    for _ in range(3):
+        seconds, loaded = told(ASK, tmp_path / "asked")
+        assert loaded == "[]"
+        (bare,) = told(BARE, tmp_path / "bare")
+        limit = max(START_LIMIT_S, START_LIMIT_BARE * float(bare))
+        least.append(float(seconds) / limit)
+    assert min(least) < 1.0
 
 
 def test_init_files_import_nothing() -> None:
