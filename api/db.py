@@ -14,8 +14,10 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, sessionmaker
 
+from api.base import Base
 from api.settings import settings
 
 if TYPE_CHECKING:
@@ -129,6 +131,14 @@ def writing(session: Session) -> Iterator[None]:
 
 def _sqlite() -> bool:
     return engine().dialect.name == "sqlite"
+
+
+def insert_into(session: Session, name: str) -> Any:
+    """Return an INSERT that may say ON CONFLICT, which both databases spell alike."""
+    table = Base.metadata.tables[name]
+    if session.get_bind().dialect.name == "postgresql":
+        return postgresql.insert(table)
+    return sqlite.insert(table)
 
 
 def get_session() -> Iterator[Session]:

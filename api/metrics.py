@@ -19,7 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from sqlalchemy.orm import Session
 
-from api import db, tallies
+from api import db, queue, tallies, watched
 from api.tallies import Times
 from api.transitions import now
 from api.webhook_metrics import Webhooks
@@ -44,6 +44,7 @@ class _Jobs(Collector):
     def collect(self) -> Iterator[Metric]:
         with db.reading() as session:
             yield from _counted(session)
+            yield from _watched(session)
             yield _timed(
                 "precision_job_queue_wait_seconds",
                 "Time from a job's request to its first worker.",
@@ -77,17 +78,13 @@ def _counted(session: Session) -> Iterator[Metric]:
         ended.add_metric([row.status, row.outcome, row.hardware], row.total)
     yield ended
     depth = GaugeMetricFamily(
-        "precision_queue_depth", "Jobs that wait, by device.", labels=["hardware"]
+        "precision_queue_depth",
+        "Jobs that wait, by device, and where a bell rings for them.",
+        labels=["queue", "hardware"],
     )
     for hardware, count in tallies.queued(session).items():
-        depth.add_metric([hardware], count)
+        depth.add_metric([queue.name(hardware), hardware], count)
     yield depth
-    tried = CounterMetricFamily(
-        "precision_trials", "Measurements that jobs asked for.", labels=["result"]
-    )
-    for result, count in tallies.trials(session).items():
-        tried.add_metric([result], count)
-    yield tried
     waited_s = tallies.oldest_wait_s(session, now(session))
     yield GaugeMetricFamily(
         "precision_queue_oldest_seconds",
@@ -99,6 +96,32 @@ def _counted(session: Session) -> Iterator[Metric]:
         "Attempts that ended because a worker fell silent.",
         value=tallies.attempts_lost(session),
     )
+
+
+def _watched(session: Session) -> Iterator[Metric]:
+    """What workers left: they are scraped by nobody."""
+    tried = CounterMetricFamily(
+        "precision_trials",
+        "Measurements that workers made or could not make, by what was tried.",
+        labels=["result", "precision"],
+    )
+    for labels, count in watched.counted(session).items():
+        tried.add_metric(labels, count)
+    yield tried
+    yield _timed(
+        "precision_trial_seconds",
+        "Time that a measurement took a worker.",
+        watched.times(session, watched.BOUNDS_S),
+        watched.BOUNDS_S,
+    )
+    used = GaugeMetricFamily(
+        "precision_gpu_memory_used_bytes",
+        "Memory in use on a worker's GPU, by whomever.",
+        labels=["device"],
+    )
+    for device, used_bytes in watched.gpus(session).items():
+        used.add_metric([device], used_bytes)
+    yield used
 
 
 def _timed(

@@ -9,8 +9,9 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from api import ids
 from api.base import Base, now, words
+from api.watched_models import Gpu, TrialTally
 
-__all__ = ["Base", "now"]
+__all__ = ["Base", "Gpu", "TrialTally", "now"]
 
 
 class Tenant(Base):

@@ -17,12 +17,12 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from api import jobs, queue, storage, turns
+from api.db import insert_into
 from api.jobs import Signal
-from api.models import FINAL, Base, Job, JobPiece, KeptResult, PieceState, Status
+from api.models import FINAL, Job, JobPiece, KeptResult, PieceState, Status
 from api.settings import settings
 from api.sweeps import LIMIT
 from api.transitions import Claim, now
@@ -70,7 +70,7 @@ def keep(session: Session, tenant_id: str, piece: Piece, text: str) -> None:
         "created_at": at,
         "last_used_at": at,
     }
-    session.execute(_insert(session, "results").on_conflict_do_nothing(), [row])
+    session.execute(insert_into(session, "results").on_conflict_do_nothing(), [row])
 
 
 def _touch(session: Session, wanted: ColumnElement[bool]) -> None:
@@ -122,7 +122,7 @@ def add(session: Session, claim: Claim, pieces: Sequence[Piece]) -> bool:
         }
         for place, piece in enumerate(pieces)
     ]
-    again = _insert(session, "pieces").on_conflict_do_update(
+    again = insert_into(session, "pieces").on_conflict_do_update(
         index_elements=["job_id", "key"],
         set_={"state": PieceState.QUEUED},
         where=JobPiece.state == PieceState.DONE,  # its result was lost since
@@ -315,11 +315,3 @@ def evict(session: Session) -> None:
 
 def _total_bytes(session: Session) -> int:
     return int(session.scalar(select(func.sum(KeptResult.bytes))) or 0)
-
-
-def _insert(session: Session, name: str) -> Any:
-    """Return an INSERT that may say ON CONFLICT, which both databases spell alike."""
-    table = Base.metadata.tables[name]
-    if session.get_bind().dialect.name == "postgresql":
-        return postgresql.insert(table)
-    return sqlite.insert(table)

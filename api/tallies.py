@@ -84,17 +84,6 @@ def attempts_lost(session: Session) -> int:
     return int(session.scalar(select(func.sum(Job.attempts_lost))) or 0)
 
 
-def trials(session: Session) -> dict[str, int]:
-    """Return how many measurements jobs asked for have come, and will not come any more."""
-    missing = case(
-        (Job.status.in_(FINAL), Job.trials_planned - Job.trials_done), else_=0
-    )
-    done, lost = session.execute(
-        select(func.sum(Job.trials_done), func.sum(missing))
-    ).one()
-    return {"measured": int(done or 0), "not_measured": max(int(lost or 0), 0)}
-
-
 def waits(session: Session, bounds_s: Sequence[float]) -> Times:
     """Return how long jobs waited for their first worker."""
     return _times(session, Job.created_at, Job.started_at, bounds_s)

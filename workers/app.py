@@ -22,16 +22,17 @@ from celery.worker import state
 from kombu import Queue
 from sqlalchemy.exc import SQLAlchemyError
 
-from api import pieces, queue, sweeps, turns
+from api import pieces, queue, sweeps, turns, watched
 from api.db import reading, transaction
 from api.settings import settings
 from api.supervise import die_with
-from workers import logs, postman, upkeep
+from workers import device, logs, postman, upkeep
 from workers.beat import listen_for_stop
 
 logger = logging.getLogger(__name__)
 
 OLDEST = (5, 7)  # earlier ones stop consuming after a Redis reconnect
+GPUS_S = 15.0  # as often as Prometheus looks
 PARENT = "PRECISION_WORKER_PID"
 QUEUES = "PRECISION_WORKER_QUEUES"
 CHILD_ENVIRONMENT = {
@@ -126,7 +127,12 @@ def prepare_child(**_: Any) -> None:
 @worker_ready.connect
 def start_sweeper(**_: Any) -> None:
     """Sweep at once, for what was queued before we started, and from then on."""
-    for name, run in (("sweeper", _sweep_forever), ("upkeep", _tidy_forever)):
+    each = {
+        "sweeper": _sweep_forever,
+        "upkeep": _tidy_forever,
+        "gpus": _show_gpus_forever,
+    }
+    for name, run in each.items():
         threading.Thread(target=run, name=name, daemon=True).start()
     postman.start()
 
@@ -184,6 +190,23 @@ def show_life() -> None:
         file.touch()
     except OSError as error:
         logger.error("%s cannot be touched: %s", file, error.strerror)
+
+
+def show_gpus() -> None:
+    """Leave the memory in use on each GPU for `/metrics`, which nobody asks us for."""
+    if used_bytes := device.memory_used():
+        with transaction() as session:
+            watched.show_gpus(session, used_bytes)
+
+
+def _show_gpus_forever() -> None:
+    pause = threading.Event()
+    while device.program():
+        try:
+            show_gpus()
+        except SQLAlchemyError:
+            logger.warning("the memory of GPUs is not written down", exc_info=True)
+        pause.wait(GPUS_S)
 
 
 def _tidy_forever() -> None:

@@ -7,12 +7,15 @@ keys that only jobs on the same model ever ask for.
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from api import jobs, pieces as rows, queue
+from sqlalchemy.orm import Session
+
+from api import jobs, pieces as rows, queue, watched
 from api.pieces import PieceClaim
 from api.transitions import Claim
 from optimizer.errors import Cancelled
@@ -39,6 +42,7 @@ class Bench:
     beat: Pulse
     worker: str
     held: dict[str, PieceClaim] = field(default_factory=dict)  # by the process's key
+    since: dict[str, float] = field(default_factory=dict)  # when it got each; monotonic
     finished: int = 0
 
     def read(self, keys: Collection[str]) -> dict[str, str]:
@@ -57,12 +61,18 @@ class Bench:
 
         Raises KeyError where this process was not given the piece.
         """
-        claim = self.held.pop(key)
+        claim, took_s = self.held.pop(key), self._took_s(key)
         self._now_computes()
-        if text is None:
-            insist(lambda session: rows.fail(session, claim, TOO_LONG))
-        else:
-            insist(lambda session: rows.finish(session, claim, text))
+
+        def write(session: Session) -> None:
+            if text is None:
+                rows.fail(session, claim, TOO_LONG)
+                watched.note(session, claim, watched.FAILED, took_s)
+            else:
+                rows.finish(session, claim, text)
+                watched.note(session, claim, watched.MEASURED, took_s)
+
+        insist(write)
         self.finished += 1
 
     def give_back(self) -> None:
@@ -72,13 +82,23 @@ class Bench:
             insist(partial(rows.release, claim=claim))
         self._now_computes()
 
+    def failed(self) -> None:
+        """Count what is held as measurements that could not be made."""
+        for key, claim in self.held.items():
+            took_s = self._took_s(key)
+            write = partial(watched.note, claim=claim, result=watched.FAILED)
+            insist(partial(write, seconds=took_s))
+
     def own(self, key: str) -> str:
         """Return the key of a row: another model's process never asks for it."""
         return hashlib.sha256(f"{self.model_sha256}:{key}".encode()).hexdigest()
 
     def _take(self, key: str, claim: PieceClaim) -> None:
-        self.held[key] = claim
+        self.held[key], self.since[key] = claim, time.monotonic()
         self._now_computes()
+
+    def _took_s(self, key: str) -> float:
+        return time.monotonic() - self.since.pop(key)
 
     def _now_computes(self) -> None:
         """Tell the beat; a piece may need another, so several may be held."""
@@ -189,6 +209,7 @@ class HelpersBench(Bench):
 
     def leave(self, error: str) -> None:
         """Leave what is held to the job's own worker."""
+        self.failed()
         with_error = partial(rows.fail, error=error)
         for claim in self.held.values():
             insist(partial(with_error, claim=claim))

@@ -171,8 +171,10 @@ def _attempt(claim: Claim, meter: Meter, beat: Beat, *, sparing: bool) -> None:
         start = relay.start("optimize", claim.spec, folder, sparing=sparing)
         try:
             done = relay.compute(start, bench, beat, told, folder)
-        except OutOfMemory:
-            bench.give_back()  # the beat would keep them from the next try for ever
+        except (Refused, Crashed, OutOfMemory) as error:
+            bench.failed()
+            if isinstance(error, OutOfMemory):
+                bench.give_back()  # the beat would keep them from the next try for ever
             raise
         _finalize(claim, done, folder)
 

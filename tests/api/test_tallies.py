@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import pytest
+from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from api import auth, jobs, tallies
@@ -14,6 +15,24 @@ from optimizer.spec import OptimizeSpec
 
 pytestmark = pytest.mark.usefixtures("database")
 
+CONTRACT: dict[str, set[str]] = {
+    "jobs_created": {"task", "hardware"},
+    "jobs_finished": {"status", "outcome", "hardware"},
+    "job_queue_wait_seconds": set(),
+    "job_run_seconds": set(),
+    "trials": {"result", "precision"},
+    "trial_seconds": set(),
+    "queue_depth": {"queue", "hardware"},
+    "lease_lost": set(),
+    "outbox_lag_seconds": set(),
+    "outbox_unpublished": set(),
+    "webhook_deliveries": {"result"},
+    "webhook_delivery_seconds": set(),
+    "http_request_duration_seconds": {"route", "method", "status"},
+    "sse_streams": set(),
+    "gpu_memory_used_bytes": {"device"},
+    "build_info": {"version"},
+}
 SPEC = OptimizeSpec("tiny", "/models/tiny", "0" * 64, "h100")
 
 
@@ -27,12 +46,9 @@ def rows(database: str) -> None:
         waiting, done, lost = (session.get_one(Job, job.id) for job in made)
         waiting.queued_at = at - timedelta(seconds=90)
         done.status, done.outcome = Status.SUCCEEDED, "sla_met"
-        done.trials_done = done.trials_planned = 40
-        waiting.trials_done, waiting.trials_planned = 5, 30  # it lost its worker
         done.started_at = done.created_at + timedelta(seconds=4)
         done.finished_at = done.started_at + timedelta(seconds=200)
         lost.status, lost.attempts_lost = Status.FAILED, 2
-        lost.trials_done, lost.trials_planned = 3, 10
         lost.started_at = lost.created_at + timedelta(seconds=40)
         lost.finished_at = lost.started_at + timedelta(seconds=20)
 
@@ -68,7 +84,17 @@ def test_nothing_is_there_at_first() -> None:
         assert tallies.oldest_wait_s(session, now(session)) == 0
         assert tallies.attempts_lost(session) == 0
         assert tallies.finished(session) == []
-        assert tallies.trials(session) == {"measured": 0, "not_measured": 0}
+
+
+def test_every_metric_of_the_contract_is_there(client: TestClient) -> None:
+    """With its labels, and with no others than those that say what a worker left."""
+    client.get("/livez")
+    text = client.get("/metrics").text
+    told = {f.name: f for f in text_string_to_metric_families(text)}
+    assert set(told) >= {f"precision_{name}" for name in CONTRACT}
+    for name in ("http_request_duration_seconds", "build_info"):
+        (labels, *_) = [set(s.labels) for s in told[f"precision_{name}"].samples]
+        assert labels - {"le"} == CONTRACT[name]
 
 
 @pytest.mark.usefixtures("rows")
@@ -82,9 +108,8 @@ def test_prometheus_reads_it() -> None:
     runs = {s.name: s.value for s in found["precision_job_run_seconds"].samples}
     assert runs["precision_job_run_seconds_count"] == 2
     assert len(RUN_BUCKETS_S) == 8
-    tried = found["precision_trials"].samples
-    results = {s.labels["result"]: s.value for s in tried if s.name.endswith("_total")}
-    assert results == {"measured": 48, "not_measured": 7}
+    (depth,) = found["precision_queue_depth"].samples
+    assert (depth.labels, depth.value) == ({"queue": "celery", "hardware": "h100"}, 1)
     assert found["precision_sse_streams"].samples[0].value == 7
     assert found["precision_queue_oldest_seconds"].samples[0].value >= 90
     assert found["precision_lease_lost"].samples[0].value == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from api import auth, db, jobs, pieces as rows, queue, settings
+from api import auth, db, jobs, pieces as rows, queue, settings, watched
 from api.models import JobPiece
 from api.transitions import Claim
 from optimizer.errors import Cancelled, NonFiniteError
@@ -311,6 +311,7 @@ def test_a_helper_that_cannot_leaves_the_piece_to_the_jobs_own(
     first, second = rows_of(shared.claim)
     assert (first.state, first.error) == ("failed", "MemoryError")
     assert second.state == "queued"
+    assert counted() == {("failed", "reference"): 1}
     assert shared.run(PIECES, thirds, quiet) == EXPECTED
 
 
@@ -363,6 +364,21 @@ def test_every_piece_is_a_trial_that_the_job_counts(shared: Own) -> None:
     assert shared.desk.trials == (0, 0)
     assert shared.run(PIECES, Counted(), quiet) == EXPECTED
     assert shared.desk.trials == (COUNT, COUNT)
+
+
+def test_every_piece_is_counted_where_it_is_computed(shared: Own) -> None:
+    shared.run(PIECES, Counted(delay_s=0.02), quiet)
+    shared.run(PIECES, Counted(), quiet)  # those are kept: nobody measures
+    assert counted() == {("measured", "reference"): COUNT}
+    with db.reading() as session:
+        times = watched.times(session, (0.001, 60.0))
+    assert (times.at_most, times.total) == ((0, COUNT), COUNT)
+    assert COUNT * 0.02 <= times.sum_s < 60
+
+
+def counted() -> dict[tuple[str, str], int]:
+    with db.reading() as session:
+        return watched.counted(session)
 
 
 @pytest.mark.slow

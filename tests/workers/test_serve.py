@@ -1,6 +1,7 @@
 """The whole service as one command, with a real broker, a real worker and a real model."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -54,6 +55,12 @@ def until(service: Service, job_id: str, *states: str) -> dict[str, Any]:
     return dict(job)
 
 
+def sum_of(service: Service, series: str) -> float:
+    """Return the sum of the samples of `/metrics` whose name and labels fit a pattern."""
+    text = httpx.get(f"{service.address['url']}/metrics", trust_env=False).text
+    return sum(float(x) for x in re.findall(rf"^{series} (\S+)$", text, re.MULTILINE))
+
+
 def kill(find: Callable[[], int | None]) -> int:
     """Kill a process when it is there, as the kernel does when memory is short."""
     child = eventually(find)
@@ -72,6 +79,9 @@ def test_a_killed_worker_ends_in_a_second_attempt_and_one_success(
     assert eventually(lambda: not Path(f"/proc/{computing}").exists(), 10)
     job = until(running, job_id)
     assert (job["status"], job["attempt"]) == ("succeeded", 2), job["error"]
+    measured = sum_of(running, 'precision_trials_total{precision=.*,result="measured"}')
+    assert measured == sum_of(running, "precision_trial_seconds_count") > 10
+    assert 0 < sum_of(running, "precision_trial_seconds_sum") < RESULT_S
     types = [event["type"] for event in running.client.events(job_id)]
     assert types.count("job.attempt_lost") == types.count("job.succeeded") == 1
     # one set of artifacts: what the dead attempt may have left is nobody's

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from api import auth, db, jobs, queue, signatures, storage, views
+from api import auth, db, jobs, queue, signatures, storage, views, watched
 from api.models import Artifact, Job, JobEvent, Status
 from api.transitions import Claim
 from optimizer.document_provenance import code_sha256
-from optimizer.errors import DatasetError
-from optimizer.pieces import Pieces
+from optimizer.errors import DatasetError, NonFiniteError
+from optimizer.pieces import Piece, Pieces, key_of
 from optimizer.spec import OptimizeSpec
 from tests.optimizer.example_document import example_document
 from tests.workers import in_thread
@@ -181,6 +181,23 @@ def test_a_refusal_of_the_optimizer_reaches_the_owner_in_full(optimizer: Any) ->
         "message": "3 samples, 16 are needed",
         "phase": "calibrate",
     }
+
+
+def test_a_measurement_that_ends_the_job_is_counted(optimizer: Any) -> None:
+    asked = Piece("sweep", key_of("sweep"), {"family": "int8"})
+
+    def compute(piece: Piece) -> dict[str, Any]:
+        raise NonFiniteError("layers.3.ffn_out, sample 2")
+
+    def optimize(spec: OptimizeSpec, progress: Progressing, pieces: Pieces) -> None:
+        pieces.run([asked], compute, lambda done, planned: None)
+
+    optimizer(optimize)
+    job_id = submit()
+    run_job(job_id)
+    assert read(job_id).status is Status.FAILED
+    with db.reading() as session:
+        assert watched.counted(session) == {("failed", "int8"): 1}
 
 
 def test_a_defect_is_logged_and_its_secrets_stay_in_the_log(
