@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import structlog
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
 
 from api import (
     audit_routes,
@@ -36,6 +37,7 @@ from api import (
     results,
     routes,
     task_routes,
+    tracing,
     trials,
     upload_routes,
     usage,
@@ -49,6 +51,7 @@ from api.metrics import Metrics, service_version
 from api.middleware import Envelope
 from api.rates import Rates
 from api.settings import settings
+from api.traced import Traced
 from api.versions import Versions
 from api.watch import Watcher, closed_on_signals
 from optimizer.hardware import use as use_hardware
@@ -65,9 +68,11 @@ PROBLEM = {
 def create_app() -> FastAPI:
     """Build a fresh application. The database must be migrated before it serves.
 
-    Raises HardwareError where the operator's devices break a rule.
+    Raises HardwareError where the operator's devices break a rule, and NotInstalled
+    where spans are asked for without OpenTelemetry.
     """
     configure_logging(settings().log_level)
+    tracing.require()
     use_hardware(settings().hardware_file)
     app = FastAPI(
         title="Precision",
@@ -90,6 +95,8 @@ def create_app() -> FastAPI:
     app.add_middleware(Versions)
     app.add_middleware(Doors)
     app.add_middleware(Envelope, metrics=app.state.metrics)
+    if tracing.on():
+        app.add_middleware(Traced)  # outside of what answers where everything fails
     app.add_middleware(Cors)  # the last is outermost: pages read failures too
     for part in (
         routes,
@@ -154,9 +161,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     # Reading gigabytes of weights must not hold up the first answer.
     reader = threading.Thread(target=_register_folders, daemon=True)
     reader.start()
+    tracing.start("api")
     with closed_on_signals(app.state.watcher):
         yield
     await app.state.rates.close()
+    await run_in_threadpool(tracing.stop)
     db.close()
 
 

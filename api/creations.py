@@ -97,6 +97,7 @@ def _submit(
 def _rung(request: Request, made: Made) -> Answer:
     """Ring, after the commit: the worker must find the row."""
     if made.job is not None:
+        request.state.job_id = made.job.id  # for the request's span
         bells.ring_soon(made.job.id, made.job.hardware)
         request.app.state.metrics.note_job(made.job.spec["task"], made.job.hardware)
     return made.answer
@@ -123,8 +124,14 @@ def _signed(request: Request, caller: auth.Caller, order: Order) -> Order:
         order,
         created_by=caller.actor,
         request_id=request.state.request_id,
-        traceparent=orders.traceparent(request.headers.get("traceparent")),
+        traceparent=_place(request),
     )
+
+
+def _place(request: Request) -> str | None:
+    """Return where the job goes on in a trace: under the request's span, if it has one."""
+    own: str | None = getattr(request.state, "traceparent", None)
+    return own or orders.traceparent(request.headers.get("traceparent"))
 
 
 def _ended(session: Session, tenant_id: str, job_id: str) -> Job:

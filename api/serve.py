@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from api import auth, db, scopes, settings
+from api import auth, db, scopes, settings, tracing
 from api.client import Client
 from api.errors import Unauthenticated
 from api.supervise import Program, Supervisor, rotate, tail
@@ -70,7 +70,7 @@ def serve(options: Options, say: Say, ready: Ready) -> int:
     with _locked(data_dir), _listener(options.host, options.port) as listener:
         signals = _catch_signals()
         use(data_dir, options.model_roots)
-        _check_hardware()
+        _check_settings()
         key = _prepare(data_dir)
         supervisor = Supervisor(say)
         try:
@@ -99,11 +99,12 @@ def use(data_dir: Path, model_roots: tuple[Path, ...] = ()) -> None:
     db.close()
 
 
-def _check_hardware() -> None:
-    """Read the operator's devices here, where somebody is told what breaks a rule."""
+def _check_settings() -> None:
+    """Look at what the operator asks for here, where somebody is told what is wrong."""
     try:
         hardware.use(settings.settings().hardware_file)
-    except HardwareError as error:
+        tracing.require()
+    except (HardwareError, tracing.NotInstalled) as error:
         raise ServeError(str(error)) from None
 
 

@@ -329,6 +329,12 @@ class Settings(BaseSettings):
         description="A Redis that counts for all replicas, `redis://…`. Empty: each "
         "process counts by itself.",
     )
+    otlp_endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s?#]+)?$")] = Field(
+        default="",
+        description="Where spans go, as OTLP over HTTP: `http://collector:4318` (extra "
+        "`otel`). Empty: where `OTEL_EXPORTER_OTLP_ENDPOINT` says; neither: there are "
+        "no spans, and nothing of OpenTelemetry is loaded.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line that is written."
     )

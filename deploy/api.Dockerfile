@@ -9,7 +9,7 @@ COPY optimizer optimizer
 COPY migrations migrations
 COPY deploy/guide deploy/guide
 RUN python -m venv /opt/precision \
- && /opt/precision/bin/pip install --no-cache-dir '.[api,s3]' \
+ && /opt/precision/bin/pip install --no-cache-dir '.[api,s3,otel]' \
  && ! /opt/precision/bin/python -c 'import torch' 2>/dev/null
 
 FROM python:3.11-slim

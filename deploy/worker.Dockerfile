@@ -12,7 +12,7 @@ COPY optimizer optimizer
 COPY migrations migrations
 COPY deploy/guide deploy/guide
 # The base has torch and transformer-engine, built for each other: pip finds them there.
-RUN pip install --no-cache-dir ".[${EXTRA},s3]"
+RUN pip install --no-cache-dir ".[${EXTRA},s3,otel]"
 RUN useradd --uid 10001 --create-home precision \
  && install -d -o precision /srv/precision
 ENV PYTHONUNBUFFERED=1 PRECISION_DATA_DIR=/srv/precision \

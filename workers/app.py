@@ -22,7 +22,7 @@ from celery.worker import state
 from kombu import Queue
 from sqlalchemy.exc import SQLAlchemyError
 
-from api import pieces, queue, sweeps, turns, watched
+from api import pieces, queue, sweeps, tracing, turns, watched
 from api.db import reading, transaction
 from api.settings import settings
 from api.supervise import die_with
@@ -54,6 +54,7 @@ def create_app() -> Celery:
     """Return the application; the database decides on retries, not the broker."""
     for package in (celery, kombu):
         require(package.__name__, package.__version__)
+    tracing.require()
     app = Celery(
         "precision",
         broker=settings().broker_url,
@@ -122,11 +123,13 @@ def prepare_child(**_: Any) -> None:
         die_with(int(parent))
     listen_for_stop()
     os.environ.update(CHILD_ENVIRONMENT)
+    tracing.start("worker")  # here, in each child: what sends survives no fork
 
 
 @worker_ready.connect
 def start_sweeper(**_: Any) -> None:
     """Sweep at once, for what was queued before we started, and from then on."""
+    tracing.start("worker")  # of the postman; children have their own
     each = {
         "sweeper": _sweep_forever,
         "upkeep": _tidy_forever,

@@ -13,15 +13,17 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from urllib.parse import urlsplit
 
 from sqlalchemy.orm import Session
 from standardwebhooks import Webhook
 
-from api import outbox, transitions, webhooks
+from api import outbox, tracing, transitions, webhooks
 from api.db import reading, transaction
 from api.errors import NotFound
 from api.outbox import Attempt, Letter
 from api.settings import settings
+from api.tracing import Span
 from workers import outgoing
 from workers.outgoing import NotSent
 
@@ -125,10 +127,13 @@ class Postman:
     def _attempt(self, letter: Letter) -> Attempt:
         began = time.monotonic()
         status, error = None, None
-        try:
-            status = self._post(letter.url, letter.payload.encode(), headers(letter))
-        except NotSent as reason:
-            error = str(reason)
+        with tracing.span("POST", "client") as span:
+            sent = headers(letter) | span.headers
+            try:
+                status = self._post(letter.url, letter.payload.encode(), sent)
+            except NotSent as reason:
+                error = str(reason)
+            _describe(span, letter, status)
         attempt = Attempt(status, error or _meaning(status), time.monotonic() - began)
         logger.info("webhook %s: %s", letter.id, attempt.error or attempt.status)
         return attempt
@@ -159,6 +164,21 @@ def headers(letter: Letter) -> dict[str, str]:
         "webhook-timestamp": str(int(at.timestamp())),
         "webhook-signature": " ".join(signatures),
     }
+
+
+def _describe(span: Span, letter: Letter, status: int | None) -> None:
+    """Say what came of it. The rest of the address may hold a secret."""
+    span.say(
+        {
+            "http.request.method": "POST",
+            "http.response.status_code": status,
+            "server.address": urlsplit(letter.url).hostname,
+            "precision.webhook_id": letter.message_id,
+            "precision.attempt": letter.attempt,
+        }
+    )
+    if status is None or not 200 <= status < 300:
+        span.failed("not_sent" if status is None else str(status))
 
 
 def _meaning(status: int | None) -> str | None:

@@ -13,12 +13,13 @@ from celery.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from api import jobs, storage, sweeps
+from api import jobs, storage, sweeps, tracing
 from api.queue import RUN_JOB, RUN_PIECES
+from api.tracing import Span
 from api.transitions import Claim
 from optimizer.errors import Cancelled
 from optimizer.spec import OptimizeSpec
-from workers import failures, logs, outputs, relay, signing, workdir
+from workers import failures, logs, outputs, relay, signing, spans, workdir
 from workers.app import app, queues, ring_for_next
 from workers.beat import Beat, Overdue, Progress
 from workers.channel import Garbled
@@ -26,6 +27,7 @@ from workers.messages import Done
 from workers.patience import insist
 from workers.pieces import HelpersBench, JobsBench, assist
 from workers.relay import Crashed, Refused
+from workers.spans import Phases
 from workers.watch import OutOfMemory, TooMany
 from workers.workdir import Workdir
 
@@ -41,6 +43,7 @@ PHASES = {
     "export": 8.0,
     "report": 2.0,
 }
+STORE = "store"  # its artifacts: no phase of the job's, and a span all the same
 TOO_LONG = {
     "code": "deadline_exceeded",
     "category": "user",
@@ -70,25 +73,30 @@ def run_job(job_id: str) -> None:
         return
     try:
         # The beat before all else: it gives the job back at SIGTERM.
-        with logs.of(claim), Beat(claim) as beat:
+        with logs.of(claim), Beat(claim) as beat, spans.of(claim) as span:
             ring_for_next()  # others may be free
-            _run(claim, beat)
+            _run(claim, beat, span)
     finally:
         ring_for_next()  # its tenant may run one more now
+        tracing.flush()  # this process ends with its job
 
 
-def _run(claim: Claim, beat: Beat) -> None:
+def _run(claim: Claim, beat: Beat, span: Span) -> None:
     meter = Meter()
     try:
-        _compute(claim, meter, beat)
+        with Phases(span) as phases:
+            _compute(claim, meter, beat, phases)
     except Cancelled:
+        span.say({"precision.cancelled": 1})
         _close(claim, lambda session: False)
     except (Crashed, OperationalError):  # the latter: away for longer than we wait
         logger.exception("job %s lost its process in %s", claim.job_id, meter.phase)
+        span.failed("process_lost")
         _close(claim, lambda session: sweeps.lost(session, claim))
     except Exception as error:
         logger.exception("job %s failed in %s", claim.job_id, meter.phase)
         problem = explain(error, meter.phase)
+        span.failed(problem["code"])
         _close(claim, lambda session: jobs.fail(session, claim, problem))
 
 
@@ -147,22 +155,25 @@ def explain(error: BaseException, phase: str) -> dict[str, Any]:
     return found
 
 
-def _compute(claim: Claim, meter: Meter, beat: Beat) -> None:
+def _compute(claim: Claim, meter: Meter, beat: Beat, phases: Phases) -> None:
     """Compute the job and publish it; where memory runs out, once more with less."""
     try:
-        _attempt(claim, meter, beat, sparing=False)
+        _attempt(claim, meter, beat, phases, sparing=False)
     except OutOfMemory as error:
         logger.warning("job %s is run again with less: %s", claim.job_id, error)
         said = f"memory ran out in {meter.phase}; the job is run again, in less"
         warning = ("run_with_less_memory", said)
         insist(lambda session: jobs.warn(session, claim, *warning))
-        _attempt(claim, meter, beat, sparing=True)
+        _attempt(claim, meter, beat, phases, sparing=True)
 
 
-def _attempt(claim: Claim, meter: Meter, beat: Beat, *, sparing: bool) -> None:
+def _attempt(
+    claim: Claim, meter: Meter, beat: Beat, phases: Phases, *, sparing: bool
+) -> None:
     def told(phase: str, fraction: float) -> None:
         if phase not in PHASES:
             raise Garbled(f"there is no phase {phase!r}")
+        phases.enter(phase)
         beat.tell(meter.read(phase, fraction)._replace(trials=bench.trials))
 
     bench = JobsBench.of(claim, beat, _name())
@@ -176,6 +187,7 @@ def _attempt(claim: Claim, meter: Meter, beat: Beat, *, sparing: bool) -> None:
             if isinstance(error, OutOfMemory):
                 bench.give_back()  # the beat would keep them from the next try for ever
             raise
+        phases.enter(STORE)
         _finalize(claim, done, folder)
 
 

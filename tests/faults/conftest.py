@@ -18,7 +18,13 @@ from tests.service import Service, service, tiny_model
 
 ROOT = Path(__file__).parents[2]
 LIGHT = {  # see `light/sitecustomize.py`
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "light"), str(ROOT)]),
+    "PYTHONPATH": os.pathsep.join(
+        [
+            str(Path(__file__).parent / "light"),
+            str(ROOT),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+    ),
 }
 LEASE = {"PRECISION_LEASE_S": "6"}  # twice what a busy machine takes for a beat
 
