@@ -69,6 +69,7 @@ def _check(upload_id: str) -> None:
         return
     steps: dict[str, Callable[[Upload], None]] = {
         "model": _model,
+        uploads.HUB: _model,
         "folder": _folder,
         "dataset": _dataset,
     }

@@ -162,7 +162,8 @@ def _as_then(
         detail = f"the job cannot be repeated: {error.detail}"
         raise SourceChanged(detail, retried_from=before.id) from None
     was = before.spec
-    if was["model_sha256"] != spec.model_sha256:
+    here = was["model_sha256"] != ""  # else its address says which commit it is
+    if here and was["model_sha256"] != spec.model_sha256:
         detail = f"the model {spec.model!r} has other weights by now"
     elif was.get("dataset_path") != spec.dataset_path:
         detail = f"the dataset {spec.data_distribution!r} is another by now"

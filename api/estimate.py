@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from sqlalchemy.orm import Session
 
-from api import catalog, db, estimate_views, resolve, trainings
+from api import catalog, db, estimate_views, hub, resolve, trainings
 from api.access import Caller
 from api.errors import Invalid
 from api.schemas import (
@@ -145,8 +145,11 @@ def model_of(
     if ref.path is not None:
         folder = catalog.allowed_folder(ref.path, "/model/path")
         return folder.name, "folder", _shape_at(folder, "/model/path", 0)
-    name = ref.id or ""
-    weights = catalog.weights_named(session, tenant_id, name)
+    name = ref.id or ref.uri or ""
+    if ref.uri is not None:
+        weights = hub.weights(session, tenant_id, ref.uri)
+    else:
+        weights = catalog.weights_named(session, tenant_id, name)
     if weights is not None:
         shape = _shape_at(weights.path, "/model", weights.stored_bytes)
         return name, "registered", shape

@@ -3,6 +3,7 @@
 The 26 are a ULID in lower case: 48 bits of milliseconds, then 80 random bits.
 """
 
+import hashlib
 import secrets
 import threading
 import time
@@ -27,6 +28,12 @@ def new(prefix: str) -> str:
             number = _last + 1 + secrets.randbits(STEP)
         _last = number
     return f"{prefix}_{_encode(number)}"
+
+
+def of(prefix: str, text: str) -> str:
+    """Return an id that is made of `text` alone: the same text, the same id."""
+    bits = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big")
+    return f"{prefix}_{_encode(bits)}"
 
 
 _PAIRS = [first + second for first in ALPHABET for second in ALPHABET]

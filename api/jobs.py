@@ -236,6 +236,15 @@ def progress(
     return Signal.OK
 
 
+def resolved(session: Session, claim: Claim, spec: OptimizeSpec) -> bool:
+    """Say what a job's address came to. False: the claim is void."""
+    at = now(session)
+    return (
+        touch(session, claim, spec=spec.to_json(), lease_expires_at=lease(at))
+        is not None
+    )
+
+
 def tried(session: Session, claim: Claim, stacks: list[dict[str, Any]]) -> bool:
     """Tell the owner of stacks that were measured. False: the claim is void."""
     running = holds(claim, Status.RUNNING)

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 SERVING: Mapping[str, str] = MappingProxyType(
     {  # in the order in which a job goes through them
+        "fetch": "Fetch",  # of a model that is at the hub; the others do not
         "load": "Load",
         "calibrate": "Calibrate",
         "sweep": "Sweep",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy.orm import Session
 
-from api import catalog, datasets, stack_requests, trainings
+from api import catalog, datasets, hub, stack_requests, trainings
 from api.errors import Invalid
 from api.schemas import DataRef, ModelRef, OptimizeRequest, WorkloadBody
 from optimizer.abilities import FORMATS, unusable
@@ -26,7 +26,7 @@ from optimizer.spec import (
 )
 from optimizer.stack import ModelShape
 from optimizer.stack_file import StackFile
-from optimizer.training.spec import TASKS as TRAINED
+from optimizer.training.spec import TASKS as TRAINED, TrainingSpec
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -77,20 +77,16 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
     named = names(session, tenant_id, request)
     training = trainings.training(request)
     model = _model(session, tenant_id, request.model)  # last: it may read files
-    data = request.data_distribution
-    if training is not None:
-        longest, place = training.sequence_tokens, "/task/sequence_tokens"
-        catalog.require_sequences(model, longest, place)
-    else:
-        catalog.require_sequences(model, data.sequence_tokens, "/data_distribution")
-    _require_served(model, named)
-    file = named.stack
-    if file is not None:
-        stack_requests.require(file, model, named.hardware, named.engine)
+    data, file = request.data_distribution, named.stack
+    if model is not None:
+        _require_fits(model, named, request, training)
+    elif file is not None:
+        detail = "a stack is for a model that is here: fetch it with a job without one"
+        raise Invalid("/stack", detail)
     return OptimizeSpec(
-        model=model.name,
-        model_path=str(model.path),
-        model_sha256=model.sha256,
+        model=model.name if model else request.model.uri or "",
+        model_path=str(model.path) if model else "",  # "": a worker fetches it
+        model_sha256=model.sha256 if model else "",
         hardware=named.hardware,
         latency_sla=named.latency_sla,
         workload=named.workload,
@@ -110,6 +106,24 @@ def to_spec(session: Session, tenant_id: str, request: OptimizeRequest) -> Optim
         stack_use=named.stack_use,
         training=training,
     )
+
+
+def _require_fits(
+    model: catalog.Weights,
+    named: Named,
+    request: OptimizeRequest,
+    training: TrainingSpec | None,
+) -> None:
+    """Raise Invalid where a model does not take what is asked of it."""
+    if training is not None:
+        longest, place = training.sequence_tokens, "/task/sequence_tokens"
+        catalog.require_sequences(model, longest, place)
+    else:
+        longest = request.data_distribution.sequence_tokens
+        catalog.require_sequences(model, longest, "/data_distribution")
+    _require_served(model, named)
+    if named.stack is not None:
+        stack_requests.require(named.stack, model, named.hardware, named.engine)
 
 
 def hardware_id(name: str) -> str:
@@ -236,7 +250,10 @@ def _data(session: Session, tenant_id: str, ref: DataRef) -> tuple[str, str | No
     return dataset.name, dataset.path
 
 
-def _model(session: Session, tenant_id: str, ref: ModelRef) -> catalog.Weights:
+def _model(session: Session, tenant_id: str, ref: ModelRef) -> catalog.Weights | None:
+    """Return a model that is here. None: a worker fetches it. Raises Invalid."""
+    if ref.uri is not None:
+        return hub.weights(session, tenant_id, ref.uri)
     if ref.path is not None:
         folder = catalog.allowed_folder(ref.path, "/model/path")
         return catalog.weights_at(folder, "/model/path")

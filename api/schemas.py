@@ -17,7 +17,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from api import hub
 from api.ids import NAME_PATTERN
+from api.settings import settings
 
 MAX_SLA_S = 3600.0
 MAX_TOKENS = 131_072
@@ -26,6 +28,7 @@ MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata
 
 Word = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+HubAddress = Annotated[str, StringConstraints(pattern=hub.PATTERN)]
 FolderPath = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 SlaSeconds = Annotated[float, Field(gt=0, le=MAX_SLA_S, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -59,28 +62,46 @@ def _one_of(first: object, second: object, names: LiteralString) -> None:
 
 
 class ModelRef(Body):
-    """A registered model by its name, or a folder under an allowed root."""
+    """A registered model by its name, a folder under an allowed root, or, where the
+    operator allows some, a commit of a repository at the hub.
+    """
 
     id: Word | None = None
     path: FolderPath | None = None
+    uri: HubAddress | None = left_out(None)
 
     @model_validator(mode="before")
     @classmethod
     def _no_address(cls, given: Any) -> Any:
-        """Refuse addresses by what they are: nothing is fetched for a caller."""
-        if isinstance(given, dict) and (
-            "uri" in given or "://" in str(given.get("id", ""))
-        ):
+        """Refuse addresses by what they are where nothing is fetched for a caller."""
+        if not isinstance(given, dict):
+            return given
+        short = "://" in str(given.get("id", ""))
+        if (short or "uri" in given) and not settings().hub_models:
             raise PydanticCustomError(
                 "model_uri_not_allowed",
                 "this service fetches no models: upload it (POST /v1/models), or name "
                 "one that GET /v1/models lists",
             )
+        if short and "uri" not in given:
+            given = {
+                **{k: v for k, v in given.items() if k != "id"},
+                "uri": given["id"],
+            }
+        if "uri" in given and not hub.is_address(str(given["uri"])):
+            raise PydanticCustomError(
+                "model_uri_invalid",
+                "a model at the hub is hf://org/repo@ and the 40 hexadecimal digits of "
+                "a commit",
+            )
         return given
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        _one_of(self.id, self.path, "id and path")
+        if self.uri is None:
+            _one_of(self.id, self.path, "id and path")
+        elif self.id is not None or self.path is not None:
+            raise PydanticCustomError("one_of", "give exactly one of id, path and uri")
         return self
 
 

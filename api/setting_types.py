@@ -54,6 +54,11 @@ Origins = Annotated[
     NoDecode,
     BeforeValidator(_split_at_commas),
 ]
+Repositories = Annotated[
+    list[Annotated[str, Field(pattern=r"^[\w.*-]+/[\w.*-]+$")]],
+    NoDecode,
+    BeforeValidator(_split_at_commas),
+]
 Ports = Annotated[
     list[Annotated[int, Field(ge=1, le=65535)]],
     NoDecode,

@@ -22,6 +22,7 @@ from api.setting_types import (
     Origins,
     PerMinute,
     Ports,
+    Repositories,
     Seconds,
     Words,
 )
@@ -64,6 +65,22 @@ class Settings(BaseSettings):
         default_factory=list,
         description="Folders that models may lie in, separated by `:`. "
         "Empty: `models` in the data folder.",
+    )
+    hub_models: Repositories = Field(
+        default_factory=list,
+        description="Repositories of the hub that jobs may name, `hf://org/repo@` and a "
+        "commit, separated by commas; `org/*` stands for all of `org`'s. A worker fetches "
+        "them. Empty: none.",
+    )
+    hub_url: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+$")] = Field(
+        default="https://huggingface.co",
+        description="The hub, which answers `/api/models/…` and `/…/resolve/…`.",
+    )
+    hub_allow: Hosts = Field(
+        default_factory=list,
+        description="Hosts, addresses and networks (CIDR), separated by commas, that "
+        "models may come from although they are not public; over http and from any port "
+        "as well: a hub of your own, and where it sends us.",
     )
     hardware_file: File = Field(
         default=None,

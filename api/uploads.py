@@ -24,7 +24,8 @@ DATASETS = ("dataset",)
 LIVE = (UploadState.OPEN, UploadState.CHECKING)
 MAX_OPEN = 50  # of one tenant at a time
 PURGED_AT_ONCE = 500
-PREFIXES = {"model": "mdl", "folder": "mdl", "dataset": "ds"}
+HUB = "hub"  # a worker brings it; nobody sends parts
+PREFIXES = {"model": "mdl", "folder": "mdl", "dataset": "ds", HUB: "mdl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Asked:
     name: str
     files: Sequence[Mapping[str, Any]] = field(default_factory=list)  # {path, bytes}
     keep_s: float | None = None
+    id: str | None = None  # None: a new one
 
     @property
     def bytes(self) -> int:
@@ -47,7 +49,7 @@ def create(session: Session, tenant_id: str, actor: str, asked: Asked) -> Upload
 
     Raises QuotaExceeded, and NameTaken while another upload has the name.
     """
-    kinds = DATASETS if asked.kind in DATASETS else MODELS
+    kinds = DATASETS if asked.kind in DATASETS else (*MODELS, HUB)
     if other := _live_named(session, tenant_id, kinds, asked.name):
         raise NameTaken(
             f"an upload of {asked.name!r} is {other.state}: go on with it, or delete it",
@@ -59,7 +61,7 @@ def create(session: Session, tenant_id: str, actor: str, asked: Asked) -> Upload
         raise QuotaExceeded("open_uploads", count, MAX_OPEN, 60)
     at = now(session)
     upload = Upload(
-        id=ids.new(PREFIXES[asked.kind]),
+        id=asked.id or ids.new(PREFIXES[asked.kind]),
         tenant_id=tenant_id,
         kind=asked.kind,
         name=asked.name,
@@ -160,6 +162,11 @@ def begin_check(session: Session, upload: Upload, digests: Mapping[str, str]) ->
     ]
     upload.state = UploadState.CHECKING
     session.flush()
+
+
+def brought(session: Session, upload_id: str) -> None:
+    """Say that all bytes are there, which nobody sent in parts."""
+    session.get_one(Upload, upload_id).state = UploadState.CHECKING
 
 
 def finish(session: Session, upload: Upload) -> None:

@@ -1,4 +1,6 @@
-"""Where a webhook may go: public addresses over https, and what the operator allows.
+"""Where a request of ours may go: public addresses over https, and what is allowed.
+
+Webhooks have their own list of what is allowed beside that, and so has the hub.
 
 A URL is read here once, and kept as it was read: whoever sends to it must not read
 another host out of it. Names are looked up at each sending alone (what they stand for
@@ -58,7 +60,30 @@ REFUSED: tuple[Network, ...] = tuple(
 
 
 class UrlRefused(Exception):
-    """No webhook goes there; the message says why, and what would be accepted."""
+    """Nothing is sent there; the message says why, and what would be accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What an operator allows beside the public internet, and to whom."""
+
+    who: str
+    allow: tuple[str, ...]  # hosts and networks, over http and to any port as well
+    ports: tuple[int, ...]  # of all others
+    setting: str  # where an operator allows more
+
+    @classmethod
+    def of_webhooks(cls) -> "Rules":
+        """Return those of webhooks."""
+        say = settings()
+        allow, ports = tuple(say.webhook_allow), tuple(say.webhook_ports)
+        return cls("webhooks", allow, ports, "PRECISION_WEBHOOK_ALLOW")
+
+    @classmethod
+    def of_hub(cls) -> "Rules":
+        """Return those of a hub's models, and of where it sends us for them."""
+        allow = tuple(settings().hub_allow)
+        return cls("the hub", allow, (443,), "PRECISION_HUB_ALLOW")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +97,12 @@ class Target:
     authority: str  # the `Host` header
 
 
-def parse(text: str) -> Target:
-    """Return where a URL leads. Raises UrlRefused; nothing is looked up."""
+def parse(text: str, rules: Rules | None = None) -> Target:
+    """Return where a URL leads. Raises UrlRefused; nothing is looked up.
+
+    The rules are those of webhooks, unless others are given.
+    """
+    rules = rules or Rules.of_webhooks()
     if len(text) > MAX_LENGTH:
         raise UrlRefused(f"the URL is longer than {MAX_LENGTH} characters")
     try:
@@ -82,27 +111,28 @@ def parse(text: str) -> Target:
         raise UrlRefused(f"not a URL: {error}") from None
     _require_plain(url)
     host = url.raw_host.decode("ascii")
-    allowed = _is_host_allowed(host)
-    _require_host(host, allowed)
+    allowed = _is_host_allowed(host, rules)
+    _require_host(host, allowed, rules)
     if url.scheme != "https" and not allowed:
         raise UrlRefused("the URL must start with https://")
     usual = 443 if url.scheme == "https" else 80
     port = usual if url.port is None else url.port
-    if port not in settings().webhook_ports and not allowed:
-        known = ", ".join(map(str, settings().webhook_ports))
-        raise UrlRefused(f"port {port} is not open to webhooks; those are: {known}")
+    if port not in rules.ports and not allowed:
+        known = ", ".join(map(str, rules.ports))
+        raise UrlRefused(f"port {port} is not open to {rules.who}; those are: {known}")
     if len(str(url)) > MAX_LENGTH:
         raise UrlRefused(f"the URL is longer than {MAX_LENGTH} bytes once encoded")
     return Target(str(url), url.scheme, host, port, url.netloc.decode("ascii"))
 
 
-def refusal(host: str, address: Address) -> str | None:
-    """Return why no webhook may connect to an address of `host`. None: it may."""
-    if host in settings().webhook_allow or _is_allowed(address) or is_public(address):
+def refusal(host: str, address: Address, rules: Rules | None = None) -> str | None:
+    """Return why nothing may connect to an address of `host`. None: it may."""
+    rules = rules or Rules.of_webhooks()
+    if host in rules.allow or _is_allowed(address, rules) or is_public(address):
         return None
     return (
         f"{host} is at {address}, which is not a public address; an operator may add "
-        "it to PRECISION_WEBHOOK_ALLOW"
+        f"it to {rules.setting}"
     )
 
 
@@ -128,10 +158,10 @@ def _require_plain(url: httpx.URL) -> None:
         raise UrlRefused("a URL with a fragment (#…) is not accepted")
 
 
-def _require_host(host: str, allowed: bool) -> None:
+def _require_host(host: str, allowed: bool, rules: Rules) -> None:
     address = _address(host)
     if address is not None:
-        if reason := refusal(host, address):
+        if reason := refusal(host, address, rules):
             raise UrlRefused(reason)
         return
     if not NAME.fullmatch(host) or NUMBER.fullmatch(host.rpartition(".")[2]):
@@ -140,15 +170,15 @@ def _require_host(host: str, allowed: bool) -> None:
         raise UrlRefused(f"{host[:80]!r} is no public host name: it has no dot")
 
 
-def _is_host_allowed(host: str) -> bool:
+def _is_host_allowed(host: str, rules: Rules) -> bool:
     address = _address(host)
     if address is None:
-        return host in settings().webhook_allow
-    return _is_allowed(address)
+        return host in rules.allow
+    return _is_allowed(address, rules)
 
 
-def _is_allowed(address: Address) -> bool:
-    networks = (_network(text) for text in settings().webhook_allow)
+def _is_allowed(address: Address, rules: Rules) -> bool:
+    networks = (_network(text) for text in rules.allow)
     return any(
         address in net for net in networks if net and net.version == address.version
     )

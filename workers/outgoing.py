@@ -1,4 +1,4 @@
-"""One POST to an address that was checked, and to no other.
+"""One request to an address that was checked, and to no other.
 
 The name is looked up once; every address that it stands for must be allowed, and the
 connection goes to one of those very addresses, so that a name which points elsewhere
@@ -19,7 +19,7 @@ from typing import Any
 
 import httpcore
 
-from api.webhook_urls import Target, UrlRefused, parse, refusal
+from api.webhook_urls import Rules, Target, UrlRefused, parse, refusal
 
 LIMIT_S = 10.0  # from the look-up to the end of the answer
 MAX_RESPONSE_BYTES = 64 * 1024  # more is not read
@@ -47,24 +47,68 @@ def post(
     resolve: Resolve = look_up,
 ) -> int:
     """Send `body` and return the status of the answer. Raises NotSent."""
+    with _answered(
+        "POST", url, headers, body, Rules.of_webhooks(), limit_s, resolve
+    ) as response:
+        _read_some(response)
+        return response.status
+
+
+@contextmanager
+def get(
+    url: str,
+    headers: Mapping[str, str],
+    rules: Rules,
+    limit_s: float = LIMIT_S,
+    resolve: Resolve = look_up,
+) -> Iterator[httpcore.Response]:
+    """Give the answer, to be read in the block within the limit. Raises NotSent.
+
+    Redirects are answers like others: whoever follows one asks here again.
+    """
+    with _answered("GET", url, headers, None, rules, limit_s, resolve) as response:
+        yield response
+
+
+@contextmanager
+def _answered(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+    rules: Rules,
+    limit_s: float,
+    resolve: Resolve,
+) -> Iterator[httpcore.Response]:
     deadline = time.monotonic() + limit_s
     try:
-        target = parse(url)
-        addresses = _checked(target, deadline, resolve)
-        return _send(target, addresses, body, headers, deadline)
+        target = parse(url, rules)
+        addresses = _checked(target, rules, deadline, resolve)
+        said = [("Host", target.authority), *headers.items()]
+        with (
+            httpcore.ConnectionPool(
+                ssl_context=_tls(),
+                network_backend=_Pinned(addresses, deadline),
+                keepalive_expiry=0.0,
+            ) as pool,
+            pool.stream(method, target.url, headers=said, content=body) as response,
+        ):
+            yield response
     except UrlRefused as refused:
         raise NotSent(f"refused: {refused}") from None
-    except httpcore.TimeoutException:
+    except (httpcore.TimeoutException, TimeoutError):
         raise NotSent(f"no answer within {limit_s:g} s") from None
-    except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
+    except (httpcore.NetworkError, httpcore.ProtocolError) as error:
         raise NotSent(f"{_kind(error)}: {str(error)[:200]}") from None
 
 
-def _checked(target: Target, deadline: float, resolve: Resolve) -> list[str]:
+def _checked(
+    target: Target, rules: Rules, deadline: float, resolve: Resolve
+) -> list[str]:
     """Return the addresses of a target. Raises UrlRefused where one is not allowed."""
     addresses = _in_time(partial(resolve, target.host, target.port), deadline)
     for address in addresses:
-        if reason := refusal(target.host, ip_address(address)):
+        if reason := refusal(target.host, ip_address(address), rules):
             raise UrlRefused(reason)
     return addresses[:MAX_ADDRESSES]
 
@@ -85,31 +129,8 @@ def _in_time(call: Callable[[], list[str]], deadline: float) -> list[str]:
     except queue.Empty:
         raise httpcore.ConnectTimeout from None
     if isinstance(found, OSError):
-        raise found
+        raise httpcore.ConnectError(str(found))
     return found
-
-
-def _send(
-    target: Target,
-    addresses: list[str],
-    body: bytes,
-    headers: Mapping[str, str],
-    deadline: float,
-) -> int:
-    backend = _Pinned(addresses, deadline)
-    with (
-        httpcore.ConnectionPool(
-            ssl_context=_tls(), network_backend=backend, keepalive_expiry=0.0
-        ) as pool,
-        pool.stream(
-            "POST",
-            target.url,
-            headers=[("Host", target.authority), *headers.items()],
-            content=body,
-        ) as response,
-    ):
-        _read_some(response)
-        return response.status
 
 
 def _read_some(response: httpcore.Response) -> None:
@@ -231,5 +252,5 @@ def _left_s(deadline: float) -> float:
 def _kind(error: Exception) -> str:
     if isinstance(error, httpcore.ProtocolError):
         return "the answer is not HTTP"
-    early = isinstance(error, httpcore.ConnectError | OSError)
+    early = isinstance(error, httpcore.ConnectError)
     return "no connection" if early else "the connection broke"

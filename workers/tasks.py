@@ -5,7 +5,8 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from api.tracing import Span
 from api.transitions import Claim
 from optimizer.errors import Cancelled
 from optimizer.spec import OptimizeSpec
-from workers import failures, logs, outputs, relay, signing, spans, workdir
+from workers import failures, hub, logs, outputs, relay, signing, spans, workdir
 from workers.app import app, queues, ring_for_next
 from workers.beat import Beat, Overdue, Progress
 from workers.channel import Garbled
@@ -43,6 +44,7 @@ PHASES = {
     "export": 8.0,
     "report": 2.0,
 }
+FETCHING = {"fetch": 50.0} | {name: share / 2 for name, share in PHASES.items()}
 STORE = "store"  # its artifacts: no phase of the job's, and a span all the same
 TOO_LONG = {
     "code": "deadline_exceeded",
@@ -82,9 +84,12 @@ def run_job(job_id: str) -> None:
 
 
 def _run(claim: Claim, beat: Beat, span: Span) -> None:
-    meter = Meter()
+    here = claim.spec.model_sha256 != ""
+    meter = Meter(PHASES if here else FETCHING)
     try:
         with Phases(span) as phases:
+            if not here:
+                claim = _with_model(claim, meter, beat, phases)
             _compute(claim, meter, beat, phases)
     except Cancelled:
         span.say({"precision.cancelled": 1})
@@ -114,8 +119,13 @@ def _name() -> str:
 class Meter:
     """Turns phases into one percentage that never goes back, and an ETA."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.phase = "load"
+    def __init__(
+        self,
+        shares: Mapping[str, float] = PHASES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.phase = next(iter(shares))
+        self._shares = shares
         self._percent = 0.0
         self._clock = clock
         self._start = clock()
@@ -123,7 +133,7 @@ class Meter:
     def read(self, phase: str, fraction: float) -> Progress:
         """Return the progress at `fraction` (0..1) of `phase`."""
         before = 0.0
-        for name, share in PHASES.items():
+        for name, share in self._shares.items():
             if name == phase:
                 before += share * min(max(fraction, 0.0), 1.0)
                 break
@@ -153,6 +163,29 @@ def explain(error: BaseException, phase: str) -> dict[str, Any]:
     elif isinstance(error, OSError):
         found |= failures.NO_ROOM
     return found
+
+
+def _with_model(claim: Claim, meter: Meter, beat: Beat, phases: Phases) -> Claim:
+    """Return the claim with the model that its address names, which is here by then.
+
+    Raises Refused where there is none, and Cancelled.
+    """
+
+    def told(fraction: float) -> None:
+        beat.tell(meter.read("fetch", fraction))
+
+    phases.enter("fetch")
+    told(0.0)
+    model = hub.bring(claim, beat.check, told)
+    spec = replace(
+        claim.spec,
+        model=model.name,
+        model_path=str(model.path),
+        model_sha256=model.sha256,
+    )
+    if not insist(lambda session: jobs.resolved(session, claim, spec)):
+        raise Cancelled
+    return replace(claim, spec=spec)
 
 
 def _compute(claim: Claim, meter: Meter, beat: Beat, phases: Phases) -> None:

@@ -357,7 +357,7 @@ def test_the_last_word_of_every_phase_reaches_the_row(optimizer: Any) -> None:
 
 def test_percent_by_hand() -> None:
     now = 0.0
-    meter = Meter(lambda: now)
+    meter = Meter(clock=lambda: now)
     # load 4 + half of calibrate's 8; 8 % took 16 s, so 92 % take 184 s
     now = 16.0
     assert meter.read("calibrate", 0.5) == Progress("calibrate", 8.0, 184.0)
