@@ -331,6 +331,7 @@ def test_a_database_that_is_away_is_503(client: TestClient, refused: Refused) ->
 
 
 def test_every_answer_carries_a_request_id(client: TestClient) -> None:
+    assert client.get("/healthz").json() == client.get("/livez").json()
     assert client.get("/livez").headers["x-request-id"].startswith("req_")
     mine = client.get("/livez", headers={"X-Request-Id": "abc.1"})
     assert mine.headers["x-request-id"] == "abc.1"

@@ -1,5 +1,6 @@
 """Migrations and models agree, on SQLite and on PostgreSQL."""
 
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,10 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
+from sqlalchemy.exc import StatementError
 
 from api import db
-from api.models import Base
+from api.models import Base, Tenant
 
 
 def test_models_and_migrations_agree(database: str) -> None:
@@ -31,6 +33,24 @@ def test_a_second_migration_has_nothing_to_do(database: str) -> None:
     db.migrate()
     with db.reading() as session:
         assert db.revision(session) == db.head()
+
+
+def test_times_come_back_with_their_zone(database: str) -> None:
+    east = datetime(2026, 3, 1, 2, 30, tzinfo=timezone(timedelta(hours=5)))
+    with db.transaction() as session:
+        session.add(Tenant(id="ten_1", name="acme", created_at=east))
+    with db.reading() as session:
+        read = session.get_one(Tenant, "ten_1").created_at
+    assert (read, read.tzinfo) == (east, UTC)
+
+
+def test_a_time_without_a_zone_is_refused(database: str) -> None:
+    naive = datetime(2026, 3, 1, 2, 30)
+    with (
+        pytest.raises(StatementError, match="naive datetime"),
+        db.transaction() as session,
+    ):
+        session.add(Tenant(id="ten_1", name="acme", created_at=naive))
 
 
 def test_sqlite_is_set_up_for_many_processes(sqlite: Path) -> None:

@@ -18,7 +18,17 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from api import auth, db, jobs, queue, signatures, storage, views, watched
+from api import (
+    auth,
+    db,
+    jobs,
+    queue,
+    settings,
+    signatures,
+    storage,
+    views,
+    watched,
+)
 from api.models import Artifact, Job, JobEvent, Status
 from api.transitions import Claim
 from optimizer.document_provenance import code_sha256
@@ -389,6 +399,28 @@ def test_the_sweep_rings_once_for_what_waits(sqlite: object) -> None:
 def test_a_celery_that_loses_messages_is_refused(version: str) -> None:
     with pytest.raises(RuntimeError, match=version):
         app.require("celery", version)
+
+
+@pytest.mark.parametrize("longest_s", ["60", "86400"])
+def test_a_bell_is_heard_once_and_never_while_its_job_runs(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, longest_s: str
+) -> None:
+    """Redis gives out again what is not acknowledged in time; Celery, what it rejects."""
+    monkeypatch.setenv("PRECISION_RUN_LIMIT_S", longest_s)
+    settings.settings.cache_clear()
+    conf = app.create_app().conf
+    seen_again_s = conf.broker_transport_options["visibility_timeout"]
+    assert seen_again_s > conf.task_time_limit > conf.task_soft_time_limit
+    assert conf.task_soft_time_limit > float(longest_s)
+    assert conf.task_acks_late
+    assert conf.task_acks_on_timeout
+    assert not conf.task_reject_on_worker_lost
+    assert conf.task_ignore_result
+    assert conf.accept_content == ["json"]
+    # One job in a process of its own, and none that waits behind it.
+    pool = (conf.worker_concurrency, conf.worker_max_tasks_per_child)
+    assert (*pool, conf.worker_prefetch_multiplier) == (1, 1, 1)
+    assert conf.worker_pool_start_method == "spawn"
 
 
 def test_the_parent_of_the_pool_never_loads_torch() -> None:
