@@ -71,6 +71,7 @@ class Rules:
     allow: tuple[str, ...]  # hosts and networks, over http and to any port as well
     ports: tuple[int, ...]  # of all others
     setting: str  # where an operator allows more
+    longest: int = MAX_LENGTH  # of a URL, in characters
 
     @classmethod
     def of_webhooks(cls) -> "Rules":
@@ -83,7 +84,8 @@ class Rules:
     def of_hub(cls) -> "Rules":
         """Return those of a hub's models, and of where it sends us for them."""
         allow = tuple(settings().hub_allow)
-        return cls("the hub", allow, (443,), "PRECISION_HUB_ALLOW")
+        signed = 4 * MAX_LENGTH  # addresses that a hub redirects to
+        return cls("the hub", allow, (443,), "PRECISION_HUB_ALLOW", signed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,8 @@ def parse(text: str, rules: Rules | None = None) -> Target:
     The rules are those of webhooks, unless others are given.
     """
     rules = rules or Rules.of_webhooks()
-    if len(text) > MAX_LENGTH:
-        raise UrlRefused(f"the URL is longer than {MAX_LENGTH} characters")
+    if len(text) > rules.longest:
+        raise UrlRefused(f"the URL is longer than {rules.longest} characters")
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
@@ -120,8 +122,8 @@ def parse(text: str, rules: Rules | None = None) -> Target:
     if port not in rules.ports and not allowed:
         known = ", ".join(map(str, rules.ports))
         raise UrlRefused(f"port {port} is not open to {rules.who}; those are: {known}")
-    if len(str(url)) > MAX_LENGTH:
-        raise UrlRefused(f"the URL is longer than {MAX_LENGTH} bytes once encoded")
+    if len(str(url)) > rules.longest:
+        raise UrlRefused(f"the URL is longer than {rules.longest} bytes once encoded")
     return Target(str(url), url.scheme, host, port, url.netloc.decode("ascii"))
 
 

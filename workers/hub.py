@@ -25,6 +25,7 @@ from api import catalog, checks, hub, storage_quota, upload_files, uploads
 from api.db import reading, transaction
 from api.errors import APIError
 from api.hub import Address
+from api.metrics import service_version
 from api.model_files import MAX_SMALL_BYTES, MODEL_FILES, NEEDED
 from api.models import Upload, UploadState
 from api.settings import settings
@@ -279,7 +280,8 @@ def _followed(
 ) -> Iterator[httpcore.Response]:
     """Give the answer at the end of a few redirects, each held against the same rules."""
     for _ in range(MOST_HOPS + 1):
-        with outgoing.get(url, headers, Rules.of_hub(), limit_s) as response:
+        said = {"User-Agent": f"precision/{service_version()}", **headers}
+        with outgoing.get(url, said, Rules.of_hub(), limit_s) as response:
             if response.status not in REDIRECTS:
                 yield response
                 return
