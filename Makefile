@@ -41,9 +41,10 @@ browser:
 	    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
 	  echo "no chromium: the tests of the pages are skipped"
 
-# A file's tests stay together: they share what is dear to make.
+# A file's tests stay together: they share what is dear to make. Threads that wait sleep:
+# spinning, the processes would keep each other from the cores.
 test: lint model browser vllm ## Run lint, types, import contracts and all tests
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: install ## Run format check, lint, types and import contracts
 	$(BIN)/ruff format --check .

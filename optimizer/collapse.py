@@ -58,7 +58,7 @@ class Collapse:
         """
         if scale is not None and scale.ndim and scale.shape[-1] > 1:
             codes = codes * scale
-        after = SampledRows.of(codes, seen.rows)
+        after = SampledRows.of(codes, seen.asked)
         self.rows += seen.rows
         self.inputs += seen.values
         self.values += after.values
@@ -70,6 +70,7 @@ class Collapse:
 class SampledRows:
     """What a few rows of a tensor hold."""
 
+    asked: int  # rows; there may be fewer
     rows: int
     values: int  # different ones
     pairs: int
@@ -79,11 +80,11 @@ class SampledRows:
     def of(cls, x: Tensor, count: int = COLLAPSE_ROWS) -> "SampledRows":
         """Look at `count` evenly spaced rows of `x` (..., n), or all if it has fewer."""
         if x.numel() == 0:
-            return cls(0, 0, 0, 0)
+            return cls(count, 0, 0, 0, 0)
         n = x.shape[-1]
         rows = sampled_rows(x.detach(), count * n)[:count]
         values, equal = _runs(rows)
-        return cls(len(rows), values, len(rows) * (n * (n - 1) // 2), equal)
+        return cls(count, len(rows), values, len(rows) * (n * (n - 1) // 2), equal)
 
 
 def _runs(rows: Tensor) -> tuple[int, int]:

@@ -130,3 +130,14 @@ def test_merging_adds_up() -> None:
     both = parts[0].merge(parts[1])
     assert both.inputs == 3 * 9 + 2 * 7
     assert both.rows == 5
+
+
+def test_rows_are_compared_with_themselves_however_many_there_are() -> None:
+    # Of 24 rows every seventh is taken, which are three and not four.
+    x = torch.arange(24 * 8, dtype=torch.float32).view(24, 8)
+    codes = x.clone()
+    codes[[3, 10, 17]] = 0.0
+    assert collapsed_share(x, codes) == pytest.approx(1 - 3 / 24)
+    codes = torch.zeros_like(x)
+    codes[[3, 10, 17]] = x[[3, 10, 17]]
+    assert collapsed_share(x, codes) == 0.0
