@@ -364,6 +364,8 @@ class Client:
 def _try_again(response: httpx.Response) -> bool:
     if response.status_code == 409:  # the first of two is being served
         return str(problem_of(response).get("code")) == "idempotency_in_progress"
+    if response.status_code == 503:  # an operator's work outlasts all tries
+        return problem_of(response).get("code") != "maintenance"
     return response.status_code in RETRIED
 
 

@@ -30,7 +30,7 @@
   * Unavailable           503  overloaded
 
 Those of uploads are in `api.upload_errors`, of keys in `api.key_errors`, of what is
-refused at the door in `api.guards`.
+refused at the door in `api.guards` and `api.maintenance`.
 """
 
 from collections.abc import Sequence

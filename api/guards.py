@@ -15,7 +15,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api import problems
+from api import maintenance, problems
 from api.errors import APIError, BodyTooLarge, NotFound
 from api.settings import settings
 from api.upload_errors import RequestTimeout
@@ -41,7 +41,9 @@ class HeadersTooLarge(APIError):
 
 
 class Doors:
-    """Let in what calls us by our name, at the right port, with headers of a size."""
+    """Let in what calls us by our name, at the right port, with headers of a size; while
+    the operator works on the service, only who reads.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -51,7 +53,12 @@ class Doors:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refusal = _too_large(scope) or _wrong_port(scope) or _wrong_host(scope)
+        refusal = (
+            _too_large(scope)
+            or _wrong_port(scope)
+            or _wrong_host(scope)
+            or maintenance.refusal(scope)
+        )
         if refusal is not None:
             await problems.refuse(scope, receive, send, refusal)
         else:

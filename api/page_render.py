@@ -18,6 +18,7 @@ from jinja2 import ChainableUndefined, Environment, FunctionLoader
 from api import page_session, page_words, phases
 from api.callers import Caller
 from api.metrics import service_version
+from api.settings import settings
 from optimizer import units
 
 POLICY = (
@@ -57,6 +58,7 @@ def page(
         csrf=page_session.csrf_of(request) if caller else "",
         here=here,
         nav=NAV if caller else (),
+        maintenance=settings().maintenance if caller else "",
         **values,
     )
     return Response(html, status, dict(HEADERS), "text/html; charset=utf-8")

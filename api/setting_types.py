@@ -39,6 +39,13 @@ def _host_or_network(value: str) -> str:
         ) from None
 
 
+def _one_line(value: str) -> str:
+    if not value.isprintable():  # a control character, or one that turns the text round
+        raise ValueError("must be one line of plain text, without control characters")
+    return value.strip()
+
+
+Notice = Annotated[str, Field(max_length=500), AfterValidator(_one_line)]
 PerMinute = Annotated[int, Field(ge=0, le=1_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=30 * DAY_S, allow_inf_nan=False)]
 File = Annotated[Path | None, BeforeValidator(lambda value: value or None)]

@@ -19,6 +19,7 @@ from api.setting_types import (
     File,
     Folders,
     Hosts,
+    Notice,
     Origins,
     PerMinute,
     Ports,
@@ -135,6 +136,11 @@ class Settings(BaseSettings):
         description="Devices that have workers of their own, separated by commas. "
         "`celery worker -Q hw.h100` takes the jobs for `h100` alone; the queue "
         "`celery` has all the rest. A worker without `-Q` takes every job.",
+    )
+    maintenance: Notice = Field(
+        default="",
+        description="What callers are told while you work on the service: every request "
+        "to `/v1` that is no read is then 503 `maintenance`. Empty: none is.",
     )
     max_body_bytes: Annotated[int, Field(ge=1024, le=64 * MIB)] = Field(
         default=MIB, description="Largest JSON body of a request."

@@ -56,6 +56,14 @@ def test_a_get_is_tried_again_until_the_service_is_back() -> None:
     assert site.slept == sorted(site.slept)  # later each time
 
 
+def test_an_operators_work_is_told_at_once() -> None:
+    said = {"code": "maintenance", "title": "Under maintenance", "detail": "Back soon."}
+    site = Site(httpx.Response(503, json=said, headers={"Retry-After": "300"}))
+    with pytest.raises(ClientError, match="Back soon") as caught:
+        site.client().optimize({})
+    assert (caught.value.code, len(site.requests), site.slept) == ("maintenance", 1, [])
+
+
 def test_a_get_is_given_up_after_its_tries() -> None:
     site = Site(httpx.ConnectError("refused"))
     with pytest.raises(ClientError) as caught:

@@ -46,6 +46,9 @@ def test_empty_roots_are_not_the_current_folder(
         ("WEBHOOK_ALLOW", "10.0.0.1/8"),  # host bits are set: what is meant?
         ("WEBHOOK_ALLOW", "Portal.corp"),
         ("WEBHOOK_PORTS", "443,65536"),
+        ("MAINTENANCE", "x" * 501),
+        ("MAINTENANCE", "Back soon.\r\nSet-Cookie: a=b"),
+        ("MAINTENANCE", "Back \u202enoos"),
     ],
 )
 def test_a_bad_setting_is_named(
