@@ -41,6 +41,7 @@ from api.transitions import (
 from optimizer.spec import OptimizeSpec
 
 PROGRESS_EVERY_S = 1.0  # progress events are coalesced to this; the row never is
+MOST_LINES = 200  # of a job's log, all attempts together
 BELOW_FINAL = 99.9  # 100 percent is for final states
 
 
@@ -256,6 +257,18 @@ def trained(session: Session, claim: Claim, losses: dict[str, Any]) -> bool:
     """Tell the owner of a run's losses. False: the claim is void."""
     running = holds(claim, Status.RUNNING)
     return move(session, running, now(session), [("job.losses", losses)]) is not None
+
+
+def logged(session: Session, claim: Claim, line: str) -> bool:
+    """Tell the owner a line, unless the job has told enough. False: the claim is void."""
+    running = holds(claim, Status.RUNNING)
+    said = select(func.count()).where(
+        JobEvent.job_id == claim.job_id, JobEvent.type == "job.log"
+    )
+    enough = session.scalar(said) or 0
+    told: list[Event] = [("job.log", {"level": "info", "message": line})]
+    happened = told if enough < MOST_LINES else []
+    return move(session, running, now(session), happened) is not None
 
 
 def warn(session: Session, claim: Claim, code: str, message: str) -> bool:

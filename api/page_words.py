@@ -75,7 +75,7 @@ EVERY_EVENT = " ".join(
     (
         *EVENTS,
         *("job.progress", "job.phase_changed", "job.warning", "job.trial_completed"),
-        "job.losses",
+        *("job.losses", "job.log"),
         "artifact.created",
     )
 )
@@ -186,6 +186,8 @@ def event(found: Json, of_training: bool = False) -> str | None:
             return f"{phase} began at {data.get('percent', 0):.0f} %"
         case "job.warning":
             return f"Warning: {data.get('message', data.get('code', ''))}"
+        case "job.log":
+            return str(data.get("message", ""))
         case "job.trial_completed":
             return _trial(data)
         case "artifact.created":

@@ -13,6 +13,7 @@ from optimizer import (
     kernels,
     local_prices,
     local_run,
+    narrate,
     parallel,
     plan,
     profiled,
@@ -41,6 +42,7 @@ from optimizer.formats import FP16
 from optimizer.hardware import LOCAL, Device, device
 from optimizer.hybrid import doubtful, settled
 from optimizer.kernels import Tables
+from optimizer.narrate import Said
 from optimizer.on_device import as_one
 from optimizer.one_pass import casts_of_pass, generates, of_pass
 from optimizer.pieces import Memory, Pieces
@@ -107,12 +109,14 @@ def optimize(
     profile: Tables | None = None,
     outlet: Outlet | None = None,
     measured: Measured | None = None,
+    said: Said = narrate.nobody,
 ) -> dict[str, Any]:
     """Find the stack that loses least within the targets, and the evidence for it.
 
     `pieces` keeps what was computed, and may have others compute some of it; `profile`
     is what was measured on the device that the request names; exports go to `outlet`
-    (None: nothing is exported); `measured` hears of whole stacks before the end.
+    (None: nothing is exported); `measured` hears of whole stacks before the end,
+    and `said` what the run comes across, in lines.
     Raises ModelError, DatasetError, HardwareError or NonFiniteError before the first
     pass where the request cannot be served, and whatever `progress` raises.
     """
@@ -124,14 +128,18 @@ def optimize(
     target, basis, cost_of, pairs = _target(spec, shape, meter.tick, profile)
     if not generates(shape):
         cost_of, pairs = of_pass(cost_of), casts_of_pass(pairs)
+    said(narrate.model(shape, target.name, basis))
 
     meter.enter("calibrate")
+    said(narrate.data(work.tokens))
     largest = work.amaxes()
     verdicts = allowed(shape, target, spec, _overflowing(largest))
     verdicts = writable(shape, spec, verdicts)
 
     meter.enter("sweep")
     wanted = candidates(verdicts)
+    for line in (narrate.swept(wanted, verdicts), *narrate.refused(verdicts)):
+        said(line)
     meter.part(0.0, SWEEP_SHARE)
     losses = work.sensitivities(wanted)
     meter.part(SWEEP_SHARE, 1 - SWEEP_SHARE)
@@ -146,11 +154,12 @@ def optimize(
     doubts = doubtful(chooser.front(plan.COARSE), losses)
     if doubts:
         losses = settled(losses, work.exact(doubts))
+        said(narrate.doubted(doubts))
         table = tabulate(shape, verdicts, losses, cost_of)
         chooser = replace(chooser, table=table)
 
     meter.enter("validate")
-    measuring = _Measuring(work, meter, chooser, measured)
+    measuring = _Measuring(work, meter, chooser, measured, said)
     front, answer = _answered(chooser, measuring, spec)
     result = _run(work, (front, answer), measuring, (target, basis), contrast)
     meter.part(0.0, 1.0)
@@ -198,12 +207,18 @@ class _Measuring:
     """Runs whole stacks on the held-out data, and keeps what came out."""
 
     def __init__(
-        self, work: Work, meter: _Meter, chooser: Chooser, told: Measured | None
+        self,
+        work: Work,
+        meter: _Meter,
+        chooser: Chooser,
+        told: Measured | None,
+        said: Said,
     ) -> None:
         self._work = work
         self._meter = meter
         self._chooser = chooser
         self._told = told
+        self._said = said
         self._found: dict[str, tuple[Quality, TokenValues]] = {}
 
     def __call__(self, stacks: Sequence[Stack]) -> list[tuple[float, float, float]]:
@@ -216,6 +231,10 @@ class _Measuring:
         if self._told is not None:
             self._told([self._row(stack) for stack in stacks])
         kl = [self.of(stack).kl_nats for stack in stacks]
+        added = [self._chooser.totals(stack).kl_nats for stack in stacks]
+        self._said(
+            narrate.measured(list(zip(added, (k.value for k in kl), strict=True)))
+        )
         return [(one.value, one.low, one.high) for one in kl]
 
     def _row(self, stack: Stack) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 JSON_BYTES = 32 * 2**20  # of a message without its text
 TEXT_BYTES = 256 * 2**20  # of results, which are longer; what is more is not sent
+LINE_CHARACTERS = 500  # of a job's log
 CHUNK_BYTES = 2**20
 LOOK_S = 0.2  # who waits looks up this often
 

@@ -22,7 +22,7 @@ from optimizer.errors import OptimizerError
 from optimizer.pieces import Compute, Piece
 from optimizer.spec import OptimizeSpec
 from workers import sandbox
-from workers.channel import TEXT_BYTES, Channel, Closed
+from workers.channel import LINE_CHARACTERS, TEXT_BYTES, Channel, Closed
 from workers.failures import explain
 from workers.sharing import Kept, Shared, assist
 
@@ -156,6 +156,12 @@ class Line:
         said: dict[str, Any] = {"run": name, "order": order, "promoted": promoted}
         self._ask("losses", **said, first=told, losses=new, steps=steps)
 
+    def log(self, line: str) -> None:
+        """Tell what the computation came across, in a line of plain text."""
+        plain = "".join(c if c.isprintable() else " " for c in line)
+        if plain.strip():
+            self._ask("log", line=plain[:LINE_CHARACTERS])
+
     def drop(self, keys: Collection[str]) -> None:
         """Take these away: their results were read."""
         self._ask("drop", keys=list(keys))
@@ -227,7 +233,8 @@ def optimize(start: Start, line: Line) -> None:
     out = Path(start.folder) / "out"
     vllm = Path(start.vllm_python) if start.vllm_python else None
     outlet = Outlet(out, start.room_bytes, vllm if spec.engine == "vllm" else None)
-    document = optimize(spec, line.tell, Shared(line), tables, outlet, line.measured)
+    heard = line.measured, line.log
+    document = optimize(spec, line.tell, Shared(line), tables, outlet, *heard)
     outputs.write(out, document)
     line.done(document["verdict"]["outcome"], outputs.summarize(document))
 

@@ -5,10 +5,17 @@ The worker believes nothing: every field has a type, a pattern or a limit.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from optimizer.pieces import Piece
-from workers.channel import Garbled
+from workers.channel import LINE_CHARACTERS, Garbled
 
 Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of `pieces.key_of`
 Keys = Annotated[list[Key], Field(max_length=100_000)]
@@ -150,6 +157,21 @@ class Losses(_Message):
     steps: Annotated[int, Field(ge=1, le=5000)]  # of the whole run
 
 
+def _plain(line: str) -> str:
+    if not line.isprintable():  # a control character, or one that turns the text round
+        raise ValueError("a line of the log is plain text")
+    return line
+
+
+class Log(_Message):
+    """A line of what the computation comes across; its owner may see it."""
+
+    do: Literal["log"]
+    line: Annotated[
+        str, Field(min_length=1, max_length=LINE_CHARACTERS), AfterValidator(_plain)
+    ]
+
+
 class Done(_Message):
     """The job is computed, and its files lie in the output folder."""
 
@@ -190,6 +212,7 @@ Message = (
     | Drop
     | Measured
     | Losses
+    | Log
     | Done
     | Failed
 )

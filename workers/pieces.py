@@ -27,6 +27,8 @@ from workers.patience import insist, look
 logger = logging.getLogger(__name__)
 
 MOST_LOSSES = 1000  # tellings of a job's losses
+LINES = 40  # of a job's log, within LINES_S; what is more is dropped
+LINES_S = 10.0
 MOST_STACKS = 32  # that a job tells of while it runs; it measures nine
 MOST_TRIALS = 100_000  # that are counted; an honest job has some hundred
 TOO_LONG = "TooLong"  # of a result: it is kept nowhere
@@ -111,6 +113,8 @@ class JobsBench(Bench):
 
     job: Claim = field(kw_only=True)
     told: int = 0  # stacks that the job's owner was told of
+    lines: int = 0  # of the log, lately
+    lines_since: float = field(default_factory=time.monotonic)
     wanted: set[str] = field(default_factory=set)  # keys of results asked for so far
     there: set[str] = field(default_factory=set)  # and those that were had
 
@@ -191,6 +195,20 @@ class JobsBench(Bench):
         if self.told > MOST_LOSSES:
             return
         if not insist(lambda session: jobs.trained(session, self.job, losses)):
+            raise Cancelled(f"job {self.job_id} is another worker's, or stopping")
+
+    def log(self, line: str) -> None:
+        """Tell the job's owner a line; what is too much, or too fast, is dropped.
+
+        Raises Cancelled where the job is another worker's, or stopping.
+        """
+        now = time.monotonic()
+        if now - self.lines_since > LINES_S:
+            self.lines, self.lines_since = 0, now
+        self.lines += 1
+        if self.lines > LINES:
+            return
+        if not insist(lambda session: jobs.logged(session, self.job, line)):
             raise Cancelled(f"job {self.job_id} is another worker's, or stopping")
 
 

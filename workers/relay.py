@@ -170,6 +170,8 @@ def _done(message: Message, text: bytes, bench: Bench) -> dict[str, Any]:
             bench.measured([stack.model_dump() for stack in stacks])
         case messages.Losses(), JobsBench():
             bench.losses(message.model_dump(exclude={"do"}))
+        case messages.Log(line=line), JobsBench():
+            bench.log(line)
         case messages.Next(), HelpersBench():
             found = bench.next()
             given = asdict(found) if isinstance(found, Piece) else None

@@ -55,6 +55,7 @@ def test_every_kind_of_event_is_a_line_or_is_shown_otherwise() -> None:
     assert line("job.succeeded", outcome="sla_met") == "Succeeded: SLA met"
     assert line("job.failed", error={"message": "no memory"}) == "Failed: no memory"
     assert line("job.odd") == "job.odd"
+    assert line("job.log", level="info", message="Read it") == "Read it"
     told = line("job.trial_completed", kl_nats=0.01, per_token_s=0.002, fp8_share=1.0)
     assert told == (
         "Measured a stack: 0.0100\u00a0nats at 2.00\u00a0ms a token, 100\u00a0% in FP8"

@@ -18,6 +18,7 @@ from optimizer.errors import Cancelled, DatasetError, HardwareError, ModelError
 from optimizer.run import optimize
 from optimizer.spec import LatencySla, OptimizeSpec, Workload
 from optimizer.stack import CHOICES, Component, Site
+from optimizer.units import nats
 from tests.optimizer.conftest import Document, chosen, quiet, spec_of
 from tests.service import tiny_model
 
@@ -233,3 +234,23 @@ def test_another_process_gives_the_same_bytes(
         check=True,
     )
     assert json.loads(result.stdout) == document_of("h100")
+
+
+# What it tells of itself
+
+
+def test_a_run_tells_what_it_read_swept_refused_and_measured(
+    spec: OptimizeSpec,
+) -> None:
+    lines: list[str] = []
+    found = optimize(replace(spec, hardware="a100"), quiet, said=lines.append)
+    read, data, swept, *others = lines
+    assert read.startswith("Read LlamaForCausalLM: 2 layers, ")
+    assert f"{len(found['sites'])} sites" in read
+    assert "128 tokens in 2 sequences" in data
+    refused = [line for line in others if line.startswith("Refused")]
+    assert any("no FP8 matmul" in line for line in refused)
+    assert f"{sum(int(line.split()[1]) for line in refused)} are refused" in swept
+    told = " ".join(line for line in others if line.startswith("Measured"))
+    for stack in found["validation"]["stacks"]:
+        assert nats(stack["kl_nats"]["value"]) in told

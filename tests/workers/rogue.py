@@ -189,6 +189,14 @@ def lose(start: Start, line: Line) -> None:
     finish(start, line)
 
 
+def chatter(start: Start, line: Line) -> None:
+    """Tell more lines than anybody reads, and a longer one than there may be."""
+    line.log("\x1b[31mred\u202e\n" + "x" * 1000)
+    for number in range(1000):
+        line.log(f"line {number}")
+    finish(start, line)
+
+
 def babble(start: Start, line: Line) -> None:
     """Tell of a stack that there cannot be."""
     line.measured([{**MEASURED, "per_token_s": "<script>"}])
@@ -271,6 +279,9 @@ DEEDS: dict[str, Callable[[Start, Line], None]] = {
     "pickle": write(frame({"do": "done", "outcome": "free", "summary": {}})),
     "boast": boast,
     "babble": babble,
+    "chatter": chatter,
+    "escape": write(frame({"do": "log", "line": "\x1b[2J"})),
+    "long_line": write(frame({"do": "log", "line": "x" * 501})),
     "lose": lose,
     "steal": steal,
     "poison": poison,

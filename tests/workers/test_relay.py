@@ -20,8 +20,9 @@ from optimizer.spec import OptimizeSpec
 from tests.service import eventually
 from tests.workers.rogue import MEASURED
 from workers import relay, workdir
+from workers.channel import LINE_CHARACTERS
 from workers.child import LOSSES_TOLD
-from workers.pieces import MOST_STACKS
+from workers.pieces import LINES, MOST_STACKS
 from workers.tasks import run_job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has the walls")
@@ -152,6 +153,8 @@ def test_no_secret_is_anywhere_in_its_memory(
         "steal",
         "odd_name",
         "babble",
+        "escape",
+        "long_line",
     ],
 )
 def test_what_is_no_message_ends_the_job_and_not_the_worker(deed: str) -> None:
@@ -172,6 +175,32 @@ def test_stacks_are_told_of_as_they_are_measured_up_to_a_limit() -> None:
     assert len(told) == MOST_STACKS
     assert told[0]["kl_nats"] == MEASURED["kl_nats"]
     assert told[0]["status"] == "running"
+
+
+def lines_of(job: Job) -> list[str]:
+    with db.reading() as session:
+        found = session.query(JobEvent).filter_by(job_id=job.id, type="job.log")
+        return [event.details["message"] for event in found.order_by(JobEvent.seq)]
+
+
+def test_lines_are_told_as_plain_text_and_a_flood_of_them_is_dropped() -> None:
+    job = run("chatter")
+    assert job.status is Status.SUCCEEDED, job.error
+    first, *others = lines_of(job)
+    assert first == (" [31mred  " + "x" * 1000)[:LINE_CHARACTERS]
+    assert others[:2] == ["line 0", "line 1"]
+    assert LINES <= len(others) + 1 < 4 * LINES  # it took less than four windows
+    with db.reading() as session:
+        rows = session.query(JobEvent).filter_by(job_id=job.id)
+        assert sorted(e.seq for e in rows) == list(range(1, job.last_seq + 1))
+
+
+def test_a_job_tells_so_many_lines_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.pieces.LINES", 10**6)
+    job = run("chatter")
+    assert job.status is Status.SUCCEEDED, job.error
+    last = f"line {jobs.MOST_LINES - 2}"  # the first is another
+    assert (len(lines_of(job)), lines_of(job)[-1]) == (jobs.MOST_LINES, last)
 
 
 def test_losses_are_told_some_steps_at_a_time() -> None:

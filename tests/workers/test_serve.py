@@ -84,6 +84,13 @@ def test_a_killed_worker_ends_in_a_second_attempt_and_one_success(
     assert 0 < sum_of(running, "precision_trial_seconds_sum") < RESULT_S
     types = [event["type"] for event in running.client.events(job_id)]
     assert types.count("job.attempt_lost") == types.count("job.succeeded") == 1
+    lines = [
+        e["data"]["message"]
+        for e in running.client.events(job_id)
+        if e["type"] == "job.log"
+    ]
+    assert any(line.startswith("Read ") for line in lines)
+    assert any(line.startswith("Measured ") for line in lines)
     # one set of artifacts: what the dead attempt may have left is nobody's
     assert running.client.report(job_id)["schema"] == "precision.report/1"
     assert job["result"]["outcome"] in {"sla_met", "sla_not_met", "no_improvement"}
