@@ -57,12 +57,15 @@ def _name_devices(session: Session) -> None:
     session.execute(named.execution_options(synchronize_session=False))
 
 
-def lost(session: Session, claim: Claim) -> bool:
-    """Give an attempt up at once: its process ended without a word. False: it is void."""
+def lost(session: Session, claim: Claim, excerpt: str = "") -> bool:
+    """Give an attempt up at once: its process ended without a word. False: it is void.
+
+    `excerpt` is what the process printed last, for the owner.
+    """
     job = session.scalar(select(Job).where(holds(claim, *HELD)))
     if job is None:
         return False
-    _give_up(session, job, now(session), same(job))
+    _give_up(session, job, now(session), same(job), excerpt)
     return True
 
 
@@ -97,7 +100,11 @@ def _some(session: Session, condition: ColumnElement[bool]) -> list[Job]:
 
 
 def _give_up(
-    session: Session, job: Job, at: datetime, still: ColumnElement[bool]
+    session: Session,
+    job: Job,
+    at: datetime,
+    still: ColumnElement[bool],
+    excerpt: str = "",
 ) -> None:
     if job.status is Status.CANCELLING:
         _end(session, job, Status.CANCELLED, at)
@@ -105,8 +112,9 @@ def _give_up(
     lost: Event = ("job.attempt_lost", {})
     changes: dict[str, Any] = {"attempts_lost": job.attempts_lost + 1}
     if job.attempts_lost + 1 >= settings().max_attempts:
-        failed: Event = ("job.failed", {"error": WORKER_LOST})
-        changes |= closing(Status.FAILED, at) | {"error": WORKER_LOST}
+        error = WORKER_LOST | ({"log_excerpt": excerpt} if excerpt else {})
+        failed: Event = ("job.failed", {"error": error})
+        changes |= closing(Status.FAILED, at) | {"error": error}
         move(session, still, at, [lost, failed], **changes)
     else:
         changes |= waiting(at)

@@ -5,6 +5,7 @@ Its worker starts it with a clean environment and two pipes. It builds its own w
 broker and no key: what it needs kept or shared, it asks its worker for.
 """
 
+import faulthandler
 import json
 import logging
 import math
@@ -300,6 +301,7 @@ def main(work: Work | None = None) -> int:
     """Serve the worker on the pipes that it named."""
     reader, writer, worker = map(int, sys.argv[1:])
     die_with(worker)
+    faulthandler.enable()  # a crash says where; `printed.py` reads it
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     return serve(Channel(reader, writer, trusting=True), work)
 

@@ -29,6 +29,7 @@ from workers.channel import Channel, Closed, Garbled
 from workers.child import Start
 from workers.messages import Message
 from workers.pieces import Bench, HelpersBench, JobsBench
+from workers.printed import Tail
 from workers.watch import OutOfMemory, Watch
 from workers.workdir import Workdir
 
@@ -38,6 +39,7 @@ COMMAND = (sys.executable, "-P", "-m", "workers.child")
 MESSAGES = 20_000  # within WINDOW_S; an honest process sends a few a second
 WINDOW_S = 10.0
 LOG_BYTES = 2**20  # of what the process prints; the rest is not written down
+LAST_WORDS_S = 1.0  # for what a process printed to arrive after its end
 END_S = 5.0  # from the end of its messages to its own
 # Nothing else of our environment reaches the process that computes.
 PASSED_ON = frozenset(
@@ -64,7 +66,11 @@ class Refused(Exception):
 
 
 class Crashed(Exception):
-    """The computing process ended without a word."""
+    """The computing process ended without a word; `excerpt` is what it printed last."""
+
+    def __init__(self, message: str, excerpt: str = "") -> None:
+        super().__init__(message)
+        self.excerpt = excerpt
 
 
 def start(role: str, spec: OptimizeSpec, workdir: Workdir, *, sparing: bool) -> Start:
@@ -213,6 +219,8 @@ class Process:
 
     process: "subprocess.Popen[bytes]"
     channel: Channel
+    printed: Tail
+    logged: threading.Thread  # that fills it, until nobody can print any more
 
     @property
     def pid(self) -> int:
@@ -227,7 +235,9 @@ class Process:
             return Garbled("it closed its pipe, and goes on")
         if code == -9:  # nobody but the kernel, out of memory, ends it so
             return OutOfMemory("the kernel killed the process that computes")
-        return Crashed(f"the process that computes ended with {code}")
+        self.logged.join(LAST_WORDS_S)
+        said = f"the process that computes ended with {code}"
+        return Crashed(said, self.printed.excerpt)
 
 
 @contextmanager
@@ -251,10 +261,11 @@ def running(workdir: Workdir) -> Iterator[Process]:
         os.close(says)
     channel = Channel(hears, answers)
     assert process.stdout is not None
-    logged = threading.Thread(target=_log, args=(process.stdout,), daemon=True)
+    tail = Tail()
+    logged = threading.Thread(target=_log, args=(process.stdout, tail), daemon=True)
     logged.start()
     try:
-        yield Process(process, channel)
+        yield Process(process, channel, tail, logged)
     finally:
         watch.end(process.pid, reaped=process.returncode is not None)
         process.wait()
@@ -271,10 +282,11 @@ def environment(home: Path) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k in PASSED_ON} | own
 
 
-def _log(printed: IO[bytes]) -> None:
-    """Pass on what the process prints to our own log, up to a limit."""
+def _log(printed: IO[bytes], tail: Tail) -> None:
+    """Pass on what the process prints to our own log, up to a limit; keep its end."""
     left = LOG_BYTES
     for part in iter(partial(os.read, printed.fileno(), 65536), b""):
         with contextlib.suppress(OSError):
             os.write(2, part[:left])
         left = max(left - len(part), 0)
+        tail.add(part)

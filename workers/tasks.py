@@ -94,10 +94,11 @@ def _run(claim: Claim, beat: Beat, span: Span) -> None:
     except Cancelled:
         span.say({"precision.cancelled": 1})
         _close(claim, lambda session: False)
-    except (Crashed, OperationalError):  # the latter: away for longer than we wait
+    except (Crashed, OperationalError) as error:  # the latter: away for long
         logger.exception("job %s lost its process in %s", claim.job_id, meter.phase)
         span.failed("process_lost")
-        _close(claim, lambda session: sweeps.lost(session, claim))
+        excerpt = getattr(error, "excerpt", "")
+        _close(claim, lambda session: sweeps.lost(session, claim, excerpt))
     except Exception as error:
         logger.exception("job %s failed in %s", claim.job_id, meter.phase)
         problem = explain(error, meter.phase)

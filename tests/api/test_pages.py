@@ -326,6 +326,20 @@ def test_the_phases_of_a_probe_have_its_own_names(
     assert "Failed in Candidates" in client.get(f"/ui/jobs/{made}").text
 
 
+def test_where_a_process_crashed_is_shown_as_text(
+    client: TestClient, job_id: str
+) -> None:
+    with db.transaction() as session:
+        claim = jobs.claim(session, job_id, "worker-1")
+        assert claim is not None
+        said = {"phase": "sweep", "log_excerpt": "Fatal Python error: <b>"}
+        jobs.fail(session, claim, {**FAILED, **said})
+    page = client.get(f"/ui/jobs/{job_id}").text
+    assert "<pre>Fatal Python error: &lt;b&gt;</pre>" in page
+    told = client.get(f"/v1/jobs/{job_id}").json()["error"]
+    assert told["log_excerpt"] == "Fatal Python error: <b>"
+
+
 def test_the_legend_of_two_fronts_shows_how_both_are_drawn(
     client: TestClient, done: str
 ) -> None:

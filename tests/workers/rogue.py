@@ -131,6 +131,14 @@ def crash(start: Start, line: Line) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def mourn(start: Start, line: Line) -> None:
+    """Print data, a path and a secret, then end as a defect of a library ends one."""
+    frame = '  File "/srv/precision/work/0123/in.py", line 7, in read'
+    why = "ValueError: cannot read /srv/precision/models/m.bin, token=hunter2"
+    os.write(2, f"prompt: my own text\n{frame}\n{why}\n".encode())
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def leave(start: Start, line: Line) -> None:
     """End without a word."""
     os._exit(0)
@@ -269,6 +277,7 @@ DEEDS: dict[str, Callable[[Start, Line], None]] = {
     "take_all_memory": take_all_memory,
     "be_killed": be_killed,
     "crash": crash,
+    "mourn": mourn,
     "leave": leave,
     "fork": fork,
     "junk": write(b"\xff" * 4096),

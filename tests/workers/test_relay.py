@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from workers import relay, workdir
 from workers.channel import LINE_CHARACTERS
 from workers.child import LOSSES_TOLD
 from workers.pieces import LINES, MOST_STACKS
+from workers.printed import EXCERPT_CHARACTERS
 from workers.tasks import run_job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has the walls")
@@ -244,6 +246,20 @@ def test_a_process_that_always_dies_costs_its_attempts_and_then_the_job(
     job = read(job.id)
     assert error(job)["code"] == "worker_lost"
     assert history(job).count("job.attempt_lost") == 2
+
+
+def test_the_owner_reads_where_a_process_crashed_and_nothing_else_of_it() -> None:
+    job = run("mourn")
+    run_job(job.id)
+    told = error(read(job.id))
+    assert told["code"] == "worker_lost"
+    excerpt = told["log_excerpt"]
+    assert excerpt.startswith('File "in.py", line 7, in read\nValueError: cannot read ')
+    assert "Fatal Python error: Segmentation fault" in excerpt
+    assert re.search(r'File "rogue\.py", line \d+ in mourn', excerpt)
+    for hidden in ("my own text", "/srv", "hunter2", "/work/", str(Path.cwd())):
+        assert hidden not in excerpt
+    assert len(excerpt) <= EXCERPT_CHARACTERS
 
 
 def test_a_fork_bomb_is_swept_up(monkeypatch: pytest.MonkeyPatch) -> None:
