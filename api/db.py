@@ -6,6 +6,7 @@ half way because somebody else wrote in between.
 """
 
 import json
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from api.base import Base
@@ -67,8 +69,12 @@ def _on_sqlite_connect(connection: Any, _record: object) -> None:
 
 def _on_sqlite_begin(connection: Connection) -> None:
     begin = connection.get_execution_options().get(BEGIN, "BEGIN")
-    if begin:
+    if not begin:
+        return
+    try:
         connection.connection.cursor().execute(begin)
+    except sqlite3.OperationalError as error:  # another held the lock for too long
+        raise OperationalError(begin, None, error) from error
 
 
 @cache
