@@ -68,9 +68,6 @@ def _refuse_serving(request: OptimizeRequest) -> None:
 
 def of_task(task: TaskRef) -> TrainingSpec:
     """Return how a task trains, what it does not say as is usual. Raises Invalid."""
-    if task.lora_rank is not None and task.type != "lora":
-        detail = f"a task of type {task.type!r} trains every parameter; lora has a rank"
-        raise Invalid("/task/lora_rank", detail)
     _require("optimizer", [task.optimizer] if task.optimizer else [], OPTIMIZERS)
     _require("candidates", task.candidates or [], tuple(CANDIDATES))
     given = task.model_dump(exclude={"type", "planned"}, exclude_unset=True)

@@ -105,7 +105,6 @@ def test_how_it_trains_may_be_said(client: TestClient) -> None:
         ("/task/sequence_tokens", {"sequence_tokens": 10**6}),
         ("/task/candidates", {"candidates": []}),
         ("/task/momentum", {"momentum": 0.9}),
-        ("/task/lora_rank", {"lora_rank": 8}),  # every parameter is trained
         ("/task/planned/initial_scale", {"planned": {"initial_scale": -1}}),
     ],
 )
