@@ -23,8 +23,10 @@ def new(prefix: str) -> str:
     """Return e.g. `job_01jc…`: unique, and later ones of this process sort later."""
     global _last
     with _lock:
-        number = (time.time_ns() // 1_000_000) << RANDOM | secrets.randbits(RANDOM)
-        if number >> RANDOM == _last >> RANDOM:  # the same millisecond
+        now_ms = time.time_ns() // 1_000_000
+        number = now_ms << RANDOM | secrets.randbits(RANDOM)
+        # The same millisecond, or its ids have run into the next one.
+        if now_ms <= _last >> RANDOM <= now_ms + 1:
             number = _last + 1 + secrets.randbits(STEP)
         _last = number
     return f"{prefix}_{_encode(number)}"

@@ -24,3 +24,13 @@ def test_ids_of_one_millisecond_sort_as_they_were_made(
     monkeypatch.setattr(ids.time, "time_ns", lambda: 7_000_000)
     made = [ids.new("job") for _ in range(1000)]
     assert made == sorted(set(made))
+
+
+def test_ids_of_one_millisecond_may_run_into_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ids.time, "time_ns", lambda: 7_000_000)
+    monkeypatch.setattr(ids, "_last", (7 << ids.RANDOM) + 2**ids.RANDOM - 2**ids.STEP)
+    made = [ids.new("job") for _ in range(100)]
+    assert ids._last >> ids.RANDOM == 8
+    assert made == sorted(set(made))
